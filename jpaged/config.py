@@ -1,0 +1,200 @@
+"""Settings of the page pool, the scheduler and the engine: frozen, checked when they are made.
+
+Nothing here imports jax. Values that depend on the model or on the device (`None` below) are filled in by the engine
+at start, which prints what it chose.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jpaged.errors import ConfigError
+
+
+def _require(ok: bool, what: str, got: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{what} is {got!r}, expected {expected}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The page pool.
+
+    Attributes:
+      page_size: token slots a page. Small pages waste less, large pages make longer memory transfers.
+      num_pages: pages in the pool, the null page included. `None`: as many as `memory_fraction` allows.
+      memory_fraction: part of the device's memory that weights, temporaries and pages may take together.
+      dtype: how K and V are stored: "float32", "bfloat16", "float16", "float8_e4m3fn" or "int8" (the last two with a
+        scale per token and head). `None`: the dtype of the model's activations.
+
+    Example:
+      >>> CacheConfig(page_size=16, num_pages=65).page_size
+      16
+      >>> CacheConfig(page_size=12)
+      Traceback (most recent call last):
+      ...
+      jpaged.errors.ConfigError: page_size is 12, expected a multiple of 8
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.9
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"] | None = None
+
+    def __post_init__(self) -> None:
+        size = self.page_size
+        _require(_is_int(size) and size > 0 and size % 8 == 0, "page_size", size, "a multiple of 8")
+        pages = self.num_pages
+        _require(
+            pages is None or (_is_int(pages) and pages >= 2), "num_pages", pages, "at least 2 (page 0 is the null page)"
+        )
+        fraction = self.memory_fraction
+        _require(
+            isinstance(fraction, int | float) and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]"
+        )
+        dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+        _require(self.dtype is None or self.dtype in dtypes, "dtype", self.dtype, f"one of {', '.join(dtypes)}, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold.
+
+    Attributes:
+      max_num_seqs: sequences that run at once, so the rows of a step at the most.
+      max_num_batched_tokens: the token budget of a step, prefill and decode together.
+      max_model_len: tokens of a sequence at the most, prompt and output together. `None`: what the model was trained
+        for, or what the page pool can hold if that is less.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, name, value, "an integer of at least 1")
+        length = self.max_model_len
+        _require(
+            length is None or (_is_int(length) and length >= 2), "max_model_len", length, "an integer of at least 2"
+        )
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode in one step",
+        )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The padded sizes of one compiled step: tokens T, rows S, pages a row P.
+
+    Example:
+      >>> str(StepShape(32, 8, 64))
+      'T32 S8 P64'
+    """
+
+    num_tokens: int
+    num_rows: int
+    pages_per_row: int
+
+    def __str__(self) -> str:
+        return f"T{self.num_tokens} S{self.num_rows} P{self.pages_per_row}"
+
+
+def default_token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Buckets that waste at most 4x on tiny steps: 1, 4, 16, ..., then `max_num_seqs`, then up to the budget.
+
+    Example:
+      >>> default_token_buckets(32, 512)
+      (1, 4, 16, 32, 128, 512)
+    """
+    sizes = {max_num_seqs, max_num_batched_tokens}
+    size = 1
+    while size < max_num_seqs:
+        sizes.add(size)
+        size *= 4
+    size = max_num_seqs * 4
+    while size < max_num_batched_tokens:
+        sizes.add(size)
+        size *= 4
+    return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is told.
+
+    Attributes:
+      cache: the page pool.
+      scheduler: what one step may hold.
+      token_buckets: padded numbers of tokens T, ascending; the last one is at least the token budget. `None`: chosen by
+        `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for each
+        entry of this list and of `page_buckets`.
+      page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
+        alone, which costs nothing where attention walks only live pages.
+      max_logprobs: entries of top-logprobs that a request may ask for.
+      warmup: "eager" compiles every step shape at start; "lazy" compiles a shape when it first comes.
+      recompile: what happens when a shape compiles after an eager warm-up: "warn" or "error".
+      run_ahead: plan and dispatch step k+1 before the tokens of step k are read.
+      check_invariants: check the page accounting after every step (tests; costs time on large pools).
+      implementation: attention back end: "xla", "mosaic_gpu", "mosaic_tpu"; `None` picks one by the devices in use.
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    token_buckets: Sequence[int] | None = None
+    page_buckets: Sequence[int] | None = None
+    max_logprobs: int = 20
+    warmup: Literal["eager", "lazy"] = "lazy"
+    recompile: Literal["warn", "error"] = "warn"
+    run_ahead: bool = True
+    check_invariants: bool = False
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("token_buckets", self.scheduler.max_num_batched_tokens), ("page_buckets", 1)):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            sizes = tuple(sizes)
+            object.__setattr__(self, name, sizes)
+            _require(
+                len(sizes) > 0
+                and all(_is_int(s) and s >= 1 for s in sizes)
+                and list(sizes) == sorted(set(sizes))
+                and sizes[-1] >= least,
+                name,
+                sizes,
+                f"ascending integers, the last at least {least}",
+            )
+        _require(_is_int(self.max_logprobs) and self.max_logprobs >= 0, "max_logprobs", self.max_logprobs, ">= 0")
+        _require(self.warmup in ("eager", "lazy"), "warmup", self.warmup, '"eager" or "lazy"')
+        _require(self.recompile in ("warn", "error"), "recompile", self.recompile, '"warn" or "error"')
+
+    def step_shapes(self, max_model_len: int) -> tuple[StepShape, ...]:
+        """Every shape that a step may have, in ascending order.
+
+        Args:
+          max_model_len: tokens of a sequence at the most (resolved).
+
+        Raises:
+          ConfigError: the largest page bucket cannot hold `max_model_len` tokens.
+
+        Example:
+          >>> config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16))
+          >>> [str(shape) for shape in config.step_shapes(64)]
+          ['T1 S1 P4', 'T4 S4 P4', 'T16 S4 P4']
+        """
+        seqs = self.scheduler.max_num_seqs
+        tokens = self.token_buckets or default_token_buckets(seqs, self.scheduler.max_num_batched_tokens)
+        needed = -(-max_model_len // self.cache.page_size)
+        pages = self.page_buckets or (needed,)
+        _require(pages[-1] >= needed, "page_buckets", pages, f"a last entry of at least {needed} pages")
+        return tuple(StepShape(t, min(t, seqs), p) for t in tokens for p in pages)
