@@ -53,11 +53,10 @@ class CacheConfig:
             pages is None or (_is_int(pages) and pages >= 2), "num_pages", pages, "at least 2 (page 0 is the null page)"
         )
         fraction = self.memory_fraction
-        _require(
-            isinstance(fraction, int | float) and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]"
-        )
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        _require(is_number and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]")
         dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
-        _require(self.dtype is None or self.dtype in dtypes, "dtype", self.dtype, f"one of {', '.join(dtypes)}, or None")
+        _require(self.dtype in (None, *dtypes), "dtype", self.dtype, f"one of {', '.join(dtypes)}, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +134,8 @@ class EngineConfig:
       cache: the page pool.
       scheduler: what one step may hold.
       token_buckets: padded numbers of tokens T, ascending; the last one is at least the token budget. `None`: chosen by
-        `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for each
-        entry of this list and of `page_buckets`.
+        `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
+        each entry of this list and of `page_buckets`.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
         alone, which costs nothing where attention walks only live pages.
       max_logprobs: entries of top-logprobs that a request may ask for.
@@ -145,6 +144,9 @@ class EngineConfig:
       run_ahead: plan and dispatch step k+1 before the tokens of step k are read.
       check_invariants: check the page accounting after every step (tests; costs time on large pools).
       implementation: attention back end: "xla", "mosaic_gpu", "mosaic_tpu"; `None` picks one by the devices in use.
+      seed: of the seeds that requests without one get; the same engine given the same requests repeats itself.
+      compilation_cache: keep compiled steps on disk between runs, in jax's own cache folder if one is set, else in
+        `jax/` under the jpaged cache folder.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -157,12 +159,15 @@ class EngineConfig:
     run_ahead: bool = True
     check_invariants: bool = False
     implementation: str | None = None
+    seed: int = 0
+    compilation_cache: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("token_buckets", self.scheduler.max_num_batched_tokens), ("page_buckets", 1)):
             sizes = getattr(self, name)
             if sizes is None:
                 continue
+            _require(isinstance(sizes, Sequence), name, sizes, "a list of ascending integers")
             sizes = tuple(sizes)
             object.__setattr__(self, name, sizes)
             _require(

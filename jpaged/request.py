@@ -1,9 +1,10 @@
 """What was asked (`SamplingParams`, `Request`), what the engine knows (`Sequence`), what is given back (`Output`)."""
 
 import enum
-import math
+import sys
 import time
-from collections.abc import Mapping, Sequence as AbstractSequence
+from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +14,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # Not math.isfinite: it raises OverflowError for an integer that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise RequestError(f"{name} is {value!r}, expected a finite number")
     return float(value)
 
@@ -109,6 +111,7 @@ class SamplingParams:
             _integer("a key of logit_bias", token, 0)
             if not -100 <= _number(f"logit_bias[{token}]", value) <= 100:
                 raise RequestError(f"logit_bias[{token}] is {value}, expected a number in [-100, 100]")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may go on to change theirs
         if self.seed is not None and not 0 <= _integer("seed", self.seed, 0) < 2**63:
             raise RequestError(f"seed is {self.seed}, expected an integer in [0, 2**63)")
 

@@ -1,12 +1,13 @@
 """`PagedMetadata`: which token belongs to which row, and where each row's pages are."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 from jaxtyping import Array, Int32
 
 
+@no_type_check  # trees are also made of placeholders, which have no shape
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedMetadata:

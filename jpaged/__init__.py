@@ -1,0 +1,57 @@
+"""PagedAttention for JAX: the KV cache lives in pages that sequences take on demand and give back at once.
+
+Names are resolved when they are first used, so `import jpaged` is quick and needs no jax.
+
+Example:
+  >>> from jpaged import SamplingParams
+  >>> SamplingParams(temperature=0.0, max_tokens=16).greedy
+  True
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jpaged import errors, fetch
+    from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+    from jpaged.engine import Engine
+    from jpaged.llm import LLM
+    from jpaged.request import Output, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "Engine",
+    "EngineConfig",
+    "Output",
+    "SamplingParams",
+    "SchedulerConfig",
+    "__version__",
+    "errors",
+    "fetch",
+]
+
+_HOME = {
+    "LLM": "jpaged.llm",
+    "CacheConfig": "jpaged.config",
+    "Engine": "jpaged.engine",
+    "EngineConfig": "jpaged.config",
+    "Output": "jpaged.request",
+    "SamplingParams": "jpaged.request",
+    "SchedulerConfig": "jpaged.config",
+}
+_SUBMODULES = ("errors", "fetch")
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"jpaged.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,159 @@
+"""`jpaged info`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jpaged.cli import options
+
+if TYPE_CHECKING:
+    from jpaged.models import LlamaConfig
+
+GIB = 1 << 30
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def info(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Known name, folder, .gguf file or Hugging Face id.")
+    ] = options.DEFAULT_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    page_size: options.PageSize = 16,
+    num_pages: options.NumPages = None,
+    max_model_len: options.MaxModelLen = None,
+    dtype: options.Dtype = None,
+    implementation: options.Implementation = None,
+) -> None:
+    """Show a model's config, what its weights and pages take, and how many pages fit here.
+
+    Only the config is read; a model that is not in the cache is downloaded first.
+    """
+    engine = options.EngineOptions(
+        model=model,
+        dtype=dtype,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_seqs=32,
+        max_model_len=max_model_len,
+        implementation=implementation,
+    )
+    engine.config()  # refuses wrong options before anything is downloaded
+    from jpaged.fetch import fetch
+    from jpaged.models import load_config
+
+    path = fetch(model)
+    report = _report(path, load_config(path), engine)
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _print_report(report)
+
+
+def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptions) -> dict[str, Any]:
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from jpaged.kv_cache import plan_pool
+    from jpaged.models import Llama
+    from jpaged.models.weights import float_dtype
+    from jpaged.pallas_kernels import PageSpec, resolve_implementation
+    from jpaged.pallas_kernels.pages import PAGE_DTYPES
+
+    config = engine.config()
+    device = jax.devices()[0]
+    weight_dtype = float_dtype(engine.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
+    llama = nnx.eval_shape(lambda: Llama(model_config, rngs=nnx.Rngs(0), dtype=weight_dtype))  # shapes, no memory
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(llama, nnx.Param)))
+    name, reason = resolve_implementation(config.implementation)
+    # Where the device counts its memory, the weights will take their part of it; the default for host memory leaves
+    # room for them.
+    reserved = num_parameters * weight_dtype.itemsize if device.memory_stats() else 0
+    plan = plan_pool(
+        llama,
+        config.cache,
+        config.scheduler,
+        dtype=weight_dtype.name,
+        implementation=name,
+        device=device,
+        reserved_bytes=reserved,
+    )
+
+    def page_bytes(dtype: str) -> int:
+        spec = PageSpec(
+            2, config.cache.page_size, model_config.num_key_value_heads, model_config.head_dim, np.dtype(dtype), name
+        )
+        return spec.bytes_per_page * model_config.num_hidden_layers
+
+    return {
+        "path": str(path),
+        "config": model_config.to_hf(),
+        "num_parameters": num_parameters,
+        "weight_bytes": {dtype: num_parameters * float_dtype(dtype).itemsize for dtype in WEIGHT_DTYPES},
+        "kv_bytes_per_token": {dtype: page_bytes(dtype) / config.cache.page_size for dtype in PAGE_DTYPES},
+        "kv_bytes_per_page": {dtype: page_bytes(dtype) for dtype in PAGE_DTYPES},
+        "here": {
+            "device": device.platform
+            if device.device_kind == device.platform
+            else f"{device.platform}, {device.device_kind}",
+            "dtype": weight_dtype.name,
+            "page_size": plan.page_size,
+            "num_pages": plan.num_pages,
+            "num_tokens": plan.token_capacity,
+            "pool_bytes": plan.pool_bytes,
+            "max_model_len": plan.max_model_len,
+            "why": plan.reason,
+            "attention": name,
+            "attention_why": reason,
+        },
+    }
+
+
+def _size(num_bytes: float) -> str:
+    """Example:
+    >>> _size(46080), _size(3 * 2**30)
+    ('45.0 KiB', '3.0 GiB')
+    """
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    here = report["here"]
+
+    def section(title: str, rows: dict[str, str]) -> None:
+        console.print(title, style="bold")
+        for name, value in rows.items():
+            console.print(f"  {name:<24} {value}")
+
+    section(report["path"], {key: f"{value}" for key, value in report["config"].items() if value is not None})
+    section(
+        f"{report['num_parameters']:,} parameters",
+        {dtype: _size(size) for dtype, size in report["weight_bytes"].items()},
+    )
+    section(
+        f"K and V over all layers, of a token and of a page of {here['page_size']} tokens",
+        {
+            dtype: f"{_size(report['kv_bytes_per_token'][dtype])}, {_size(size)}"
+            for dtype, size in report["kv_bytes_per_page"].items()
+        },
+    )
+    section(
+        f"here: {here['device']}, {here['dtype']}",
+        {
+            "pages that fit": f"{here['num_pages'] - 1:,} and the null page ({here['why']})",
+            "bytes of the pages": _size(here["pool_bytes"]),
+            "tokens that fit": f"{here['num_tokens']:,}",
+            "longest sequence": f"{here['max_model_len']:,} tokens",
+            "attention": f"{here['attention']} ({here['attention_why']})",
+        },
+    )

@@ -1,0 +1,382 @@
+"""`Engine`: requests in, outputs out. `step()` is the whole system on one page: plan, dispatch, collect."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jpaged.batch import BatchPacker
+from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.config import EngineConfig, StepShape
+from jpaged.errors import JpagedError
+from jpaged.intake import Intake
+from jpaged.kv_cache import PoolPlan, allocate_pool, plan_pool
+from jpaged.models import PagedModel
+from jpaged.output_builder import OutputBuilder
+from jpaged.page_allocator import PageAllocator
+from jpaged.pallas_kernels import resolve_implementation
+from jpaged.request import Output, SamplingParams, Sequence, TokenLogprobs
+from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, needs_entry
+from jpaged.scheduler import Scheduler
+from jpaged.stats import EngineStats, PoolUse, StatsCounter
+from jpaged.step import StepOutputs, StepRunner
+from jpaged.step_plan import StepPlan
+from jpaged.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was dispatched and whose results were not read yet."""
+
+    plan: StepPlan
+    outputs: StepOutputs
+
+
+@dataclass(eq=False)
+class _Live:
+    """What the engine keeps of a request while it lives."""
+
+    seq: Sequence
+    builder: OutputBuilder
+    stream: bool
+
+
+class Engine:
+    """Serves one model on one device through a page pool. Not thread-safe: one thread adds, steps and aborts.
+
+    Args:
+      model: any `PagedModel`; its weights are shared, not copied.
+      config: `EngineConfig()` if left out.
+      tokenizer: for text prompts, text output and stop strings; `None`: token ids only.
+      eos_token_ids: ids that end an output; `None`: the tokenizer's and the model config's.
+      on_compile: told each step shape just before it is compiled.
+
+    Raises:
+      ConfigError: the settings contradict each other, or no page fits.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jpaged.config import CacheConfig
+      >>> from jpaged.models import Llama, LlamaConfig
+      >>> tiny = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+      ...                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+      >>> engine = Engine(Llama(tiny, rngs=nnx.Rngs(0)), EngineConfig(cache=CacheConfig(num_pages=9)))
+      >>> engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+      '0'
+      >>> outputs = []
+      >>> while engine.has_work:
+      ...     outputs += engine.step()
+      >>> len(outputs[0].token_ids), outputs[0].finish_reason
+      (4, 'length')
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        on_compile: Callable[[StepShape], None] | None = None,
+    ):
+        self.config = config = config or EngineConfig()
+        if config.compilation_cache:
+            enable_compilation_cache()
+        self.tokenizer = tokenizer
+        self.vocab_size = model.vocab_size
+        weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+        device = next(iter(weights[0].devices()))
+        self.implementation, self.implementation_reason = resolve_implementation(config.implementation)
+        dtype = config.cache.dtype or str(np.dtype(weights[0].dtype))
+        self.pool_plan: PoolPlan = plan_pool(
+            model, config.cache, config.scheduler, dtype=dtype, implementation=self.implementation, device=device
+        )
+        if eos_token_ids is None:
+            own = getattr(getattr(model, "config", None), "eos_token_ids", ())
+            eos_token_ids = {*own, *(tokenizer.eos_token_ids if tokenizer else ())}
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
+
+        max_num_seqs = config.scheduler.max_num_seqs
+        self._allocator = PageAllocator(self.pool_plan.num_pages, self.pool_plan.page_size)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self._allocator,
+            max_model_len=self.pool_plan.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self.step_shapes = config.step_shapes(self.pool_plan.max_model_len)
+        self._packer = BatchPacker(self.step_shapes, page_size=config.cache.page_size, max_num_seqs=max_num_seqs)
+        self._runner = StepRunner(
+            model,
+            max_logprobs=config.max_logprobs,
+            implementation=self.implementation,
+            recompile=config.recompile,
+            on_compile=on_compile,
+        )
+        self._kv_pages = allocate_pool(model, self.pool_plan, dtype=dtype, implementation=self.implementation)
+        self._state = make_sampler_state(max_num_seqs, self.vocab_size)
+
+        self._intake = Intake(
+            vocab_size=self.vocab_size, max_logprobs=config.max_logprobs, tokenizer=tokenizer, seed=config.seed
+        )
+        self._live: dict[str, _Live] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
+        self._failure: BaseException | None = None
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def add(
+        self,
+        prompt: str | AbstractSequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Takes a request; it runs with the steps that follow.
+
+        Args:
+          prompt: text (needs a tokenizer) or token ids.
+          params: how to sample; `SamplingParams()` if left out.
+          request_id: unique among live requests; made up if left out.
+          stream: `step` gives an `Output` each time the request advances, not only at its end.
+
+        Returns:
+          The request's id.
+
+        Raises:
+          RequestError: the request is refused, and why; nothing else changes.
+        """
+        self._check_alive()
+        request = self._intake.request(prompt, params, request_id, self._live)
+        seq = Sequence(request)
+        self._scheduler.add(seq)
+        text = prompt if isinstance(prompt, str) else None
+        self._live[request.request_id] = _Live(seq, OutputBuilder(seq, text, self.tokenizer), stream)
+        self._counter.num_requests += 1
+        return request.request_id
+
+    def abort(self, request_id: str) -> Output | None:
+        """Ends a request and frees its pages at once.
+
+        Returns:
+          What it had produced, with finish_reason "abort"; `None` if no such request lives.
+        """
+        live = self._live.get(request_id)
+        if live is None or not self._scheduler.abort(request_id):
+            return None
+        return self._close(live)
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended."""
+        return bool(self._live)
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def step(self) -> list[Output]:
+        """Plans and dispatches one step, and reads the results of the one before it (`run_ahead`).
+
+        Returns:
+          Outputs of requests that ended, and of streaming requests that advanced.
+        """
+        self._check_alive()
+        try:
+            plan = self._plan()
+            if plan is not None:
+                self._dispatch(plan)
+            ahead = 1 if self.config.run_ahead and plan is not None else 0
+            if len(self._in_flight) > ahead:
+                return self._collect(self._in_flight.popleft())
+            return []
+        except (JpagedError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            # The pages were donated to a step that failed: nothing on the device can be trusted.
+            self._failure = error
+            raise
+
+    def _plan(self) -> StepPlan | None:
+        start = time.perf_counter()
+        plan = self._scheduler.plan()
+        self._counter.plan_s += time.perf_counter() - start
+        return plan
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        for seq in plan.admitted:
+            params = seq.request.params
+            if needs_entry(params):
+                entry = entry_for(params, self.eos_token_ids, self.vocab_size)
+                self._state = load_entry(self._state, seq.state_index, *entry)
+        packed, shape = self._packer.pack(plan)
+        packed_at = time.perf_counter()
+        compile_before = len(self._runner.compilations)
+        outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
+        outputs.token_ids.copy_to_host_async()
+        compiling = sum(c.seconds for c in self._runner.compilations[compile_before:])
+        self._in_flight.append(_InFlight(plan, outputs))
+        counter = self._counter
+        counter.pack_s += packed_at - start
+        counter.dispatch_s += time.perf_counter() - packed_at - compiling
+        counter.count_step(
+            self._pool_use(),
+            num_rows=plan.num_seqs,
+            num_tokens=plan.num_tokens,
+            num_padded=shape.num_tokens - plan.num_tokens,
+        )
+
+    def _collect(self, done: _InFlight) -> list[Output]:
+        start = time.perf_counter()
+        token_ids = np.asarray(done.outputs.token_ids)[: done.plan.num_seqs].tolist()
+        waited = time.perf_counter()
+        logprobs = self._read_logprobs(done)
+        self._read_prompt_logprobs(done)
+        outputs = []
+        for update in self._scheduler.update(done.plan, token_ids):
+            live = self._live.get(update.seq.request.request_id)
+            if live is None or live.seq is not update.seq:
+                continue
+            try:
+                self._take_token(live, update.new_token, logprobs(update.row))
+            except Exception as error:  # the fault of one request ends that request alone
+                live.builder.error = f"{type(error).__name__}: {error}"
+                live.seq.stop_reason = None
+                self._scheduler.finish(live.seq, "error")
+            if live.seq.is_finished:
+                outputs.append(self._close(live))
+            elif live.stream and update.new_token is not None:
+                outputs.append(live.builder.output())
+        if self.config.check_invariants:
+            self._scheduler.check_invariants()
+        self._counter.wait_s += waited - start
+        self._counter.update_s += time.perf_counter() - waited
+        return outputs
+
+    def _take_token(self, live: _Live, token: int | None, logprobs: TokenLogprobs | None) -> None:
+        if token is None:
+            return
+        self._counter.num_generated_tokens += 1
+        ends = live.seq.finish_reason == "stop"
+        stop = live.builder.add_token(token, logprobs, ends=ends)
+        if stop is not None:
+            self._scheduler.finish(live.seq, "stop", stop)
+
+    def _close(self, live: _Live) -> Output:
+        del self._live[live.seq.request.request_id]
+        self._counter.num_finished += 1
+        if live.seq.finish_reason == "error" and live.builder.error is None:
+            live.builder.error = "the model produced NaN: check the weights, or serve in float32 or bfloat16"
+        return live.builder.finish()
+
+    # -------------------------------------------------------------------------------------- log-probabilities
+
+    def _read_logprobs(self, done: _InFlight) -> Callable[[int], TokenLogprobs | None]:
+        wanted = [row.seq.request.params.logprobs if row.samples else None for row in done.plan.rows]
+        if all(n is None for n in wanted):
+            return lambda row: None
+        out = done.outputs
+        ids, chosen, top_ids, top = jax.device_get((out.token_ids, out.logprobs, out.top_ids, out.top_logprobs))
+
+        def of_row(row: int) -> TokenLogprobs | None:
+            n = wanted[row]
+            if n is None:
+                return None
+            return _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
+
+        return of_row
+
+    def _read_prompt_logprobs(self, done: _InFlight) -> None:
+        at, arrays = 0, None
+        for row in done.plan.rows:
+            seq, first = row.seq, at
+            at += row.num_tokens
+            wanted = seq.request.params.prompt_logprobs
+            live = self._live.get(seq.request.request_id)
+            if wanted is None or live is None or live.seq is not seq:
+                continue
+            if arrays is None:
+                out = done.outputs
+                arrays = jax.device_get((out.prompt_logprobs, out.prompt_top_ids, out.prompt_top_logprobs))
+            chosen, top_ids, top = arrays
+            end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
+            for position in range(row.start, end):
+                i, token = first + position - row.start, seq.tokens[position + 1]
+                logprobs = _token_logprobs(token, chosen[i], top_ids[i], top[i], wanted)
+                live.builder.set_prompt_logprobs(position + 1, logprobs)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
+            ) from self._failure
+
+    # --------------------------------------------------------------------------------------------- operation
+
+    def warm_up(self, on_compiled: Callable[[StepShape, float], None] | None = None) -> float:
+        """Compiles every step shape that is not there yet; after it a compile is a fault (`recompile`).
+
+        Args:
+          on_compiled: called after each shape with the seconds it took.
+
+        Returns:
+          Seconds in all.
+        """
+        total = 0.0
+        done = {c.shape for c in self._runner.compilations}
+        for shape in self.step_shapes:
+            if shape not in done:
+                compilation = self._runner.compile(self._kv_pages, self._state, shape)
+                total += compilation.seconds
+                if on_compiled:
+                    on_compiled(shape, compilation.seconds)
+        self._runner.mark_warm()
+        return total
+
+    def update_weights(self, weights: PagedModel | nnx.State) -> None:
+        """Swaps the weights between two steps, without a recompile; running requests go on with the new ones.
+
+        Raises:
+          ConfigError: tree, shapes or dtypes differ from the present weights.
+        """
+        self._runner.set_params(weights if isinstance(weights, nnx.State) else nnx.state(weights))
+
+    def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
+        """The step of one shape, lowered: for inspection of the program and its memory."""
+        return self._runner.lower(self._kv_pages, self._state, shape)
+
+    def _pool_use(self) -> PoolUse:
+        return PoolUse(
+            pages_used=self._allocator.num_used,
+            tokens_held=self._scheduler.num_tokens_held,
+            running=self._scheduler.num_running,
+            page_size=self.pool_plan.page_size,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and the page pool at this moment."""
+        return self._counter.snapshot(
+            now=self._pool_use(),
+            num_pages=self.pool_plan.num_pages,
+            pages_free=self._allocator.num_free,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_compilations=len(self._runner.compilations),
+            compile_s=sum(c.seconds for c in self._runner.compilations),
+        )
+
+    def page_map(self) -> dict[str, tuple[int, ...]]:
+        """The pages that each running request holds, by request id: what the page table says, for people."""
+        return {seq.request.request_id: tuple(seq.pages) for seq in self._scheduler.running}
+
+
+def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:
+    top = zip(top_ids[:n].tolist(), top_logprobs[:n].tolist(), strict=True)
+    return TokenLogprobs(int(token), float(logprob), tuple(top))

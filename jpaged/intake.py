@@ -1,0 +1,96 @@
+"""`Intake`: the door. Checks a prompt and its parameters and makes a `Request`, or refuses it and says why."""
+
+import itertools
+import random
+from collections.abc import Container, Iterable
+from collections.abc import Sequence as AbstractSequence
+
+from jpaged.errors import RequestError
+from jpaged.request import Request, SamplingParams
+from jpaged.tokenizer import Tokenizer
+
+
+class Intake:
+    """Makes requests. What needs the scheduler (lengths, duplicate ids) is checked there.
+
+    Args:
+      vocab_size: token ids are in [0, vocab_size).
+      max_logprobs: entries of top-logprobs that a request may ask for.
+      tokenizer: `None`: token ids only, no stop strings.
+      seed: of the seeds given to requests that bring none.
+    """
+
+    def __init__(self, *, vocab_size: int, max_logprobs: int, tokenizer: Tokenizer | None, seed: int):
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._tokenizer = tokenizer
+        self._ids = itertools.count()
+        self._seeds = random.Random(seed)
+
+    def request(
+        self,
+        prompt: str | AbstractSequence[int],
+        params: SamplingParams | None,
+        request_id: str | None,
+        live_ids: Container[str],
+    ) -> Request:
+        """The request, checked.
+
+        Args:
+          prompt: text or token ids.
+          params: `None`: `SamplingParams()`.
+          request_id: `None`: one is made up that is not in `live_ids`.
+          live_ids: ids of the requests that the engine holds.
+
+        Raises:
+          RequestError: the prompt or a parameter is refused; the message names it.
+        """
+        params = SamplingParams() if params is None else params
+        self._check_params(params)
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else self._token_ids(prompt)
+        if request_id is None:
+            request_id = next(name for name in map(str, self._ids) if name not in live_ids)
+        elif not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id is {request_id!r}, expected a non-empty string")
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        return Request(request_id=request_id, prompt_token_ids=token_ids, params=params, seed=seed)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise RequestError("the prompt is text, but this engine has no tokenizer; give token ids")
+        if not text:
+            raise RequestError("the prompt is empty; expected at least one character")
+        token_ids = tuple(self._tokenizer.encode(text))
+        # A tokenizer may know more tokens than the model has embeddings for (added tokens of another checkpoint).
+        self._check_in_vocabulary("the tokenized prompt", token_ids)
+        return token_ids
+
+    def _token_ids(self, prompt: AbstractSequence[int]) -> tuple[int, ...]:
+        try:
+            token_ids = tuple(t.__index__() for t in prompt if not isinstance(t, bool))
+            whole = len(token_ids) == len(prompt)
+        except (TypeError, AttributeError):
+            whole, token_ids = False, ()
+        if not whole:
+            raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r:.80}")
+        if not token_ids:
+            raise RequestError("the prompt is empty; expected at least one token id")
+        self._check_in_vocabulary("the prompt", token_ids)
+        return token_ids
+
+    def _check_in_vocabulary(self, what: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(f"{what} holds token id {token}, the vocabulary is [0, {self._vocab_size})")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r:.80}, expected SamplingParams")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self._max_logprobs:
+                raise RequestError(f"{name} is {value}, this engine gives at most {self._max_logprobs} (max_logprobs)")
+        self._check_in_vocabulary("logit_bias", params.logit_bias)
+        self._check_in_vocabulary("stop_token_ids", params.stop_token_ids)
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids")

@@ -1,0 +1,129 @@
+"""How many pages fit, and the device arrays that hold them."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import CacheConfig, SchedulerConfig
+from jpaged.errors import ConfigError
+from jpaged.models import PagedModel
+from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
+
+GIB = 1 << 30
+# Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
+MAX_DEFAULT_CPU_POOL_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """How the page pool was sized. `str()` explains it in one line.
+
+    Attributes:
+      num_pages: pages in the pool, the null page included.
+      page_size: token slots a page.
+      bytes_per_page: K, V and scales of one page over all layers.
+      max_model_len: tokens of a sequence at the most.
+      reason: what fixed `num_pages`.
+    """
+
+    num_pages: int
+    page_size: int
+    bytes_per_page: int
+    max_model_len: int
+    reason: str
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.bytes_per_page
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that the pool holds; the null page holds none."""
+        return (self.num_pages - 1) * self.page_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pages} pages x {self.page_size} tokens = {self.token_capacity} tokens, "
+            f"{self.pool_bytes / GIB:.2f} GiB ({self.bytes_per_page / 1024:.0f} KiB a page; {self.reason}); "
+            f"sequences up to {self.max_model_len} tokens"
+        )
+
+
+def bytes_per_page(specs: list[PageSpec]) -> int:
+    """Bytes that one page takes over all layers, scales included."""
+    return sum(spec.bytes_per_page for spec in specs)
+
+
+def free_device_bytes(device: jax.Device, fraction: float) -> tuple[int, str]:
+    """Bytes that the pool may take on `device`, and how that was found.
+
+    Args:
+      device: where the weights already are.
+      fraction: part of the memory that may be in use in the end.
+    """
+    stats = device.memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        used = stats.get("bytes_in_use", 0)
+        return int(limit * fraction) - used, f"{fraction:.0%} of {limit / GIB:.1f} GiB less {used / GIB:.2f} in use"
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(host * fraction), MAX_DEFAULT_CPU_POOL_BYTES), "default for host memory: at most 1 GiB"
+
+
+def plan_pool(
+    model: PagedModel,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    dtype: str,
+    implementation: str,
+    device: jax.Device,
+    reserved_bytes: int = 0,
+) -> PoolPlan:
+    """Sizes the pool before anything is allocated.
+
+    Args:
+      model: gives the pages' shapes.
+      cache: `num_pages` is taken as it is; `None` fills the memory that `memory_fraction` leaves.
+      scheduler: `max_model_len` is checked against the pool; `None` takes what model and pool allow.
+      dtype: stored dtype of K and V.
+      implementation: attention back end.
+      device: where the pages will live.
+      reserved_bytes: memory to leave for the step's temporaries.
+
+    Raises:
+      ConfigError: not even one page fits, or `max_model_len` is more than the model or the pool can hold.
+    """
+    size = cache.page_size
+    one = model.page_specs(num_pages=2, page_size=size, dtype=jnp.dtype(dtype), implementation=implementation)
+    per_page = bytes_per_page(one)
+    if cache.num_pages is not None:
+        num_pages, reason = cache.num_pages, "num_pages was given"
+    else:
+        free, reason = free_device_bytes(device, cache.memory_fraction)
+        num_pages = (free - reserved_bytes) // per_page
+    if num_pages < 2:
+        raise ConfigError(
+            f"no page fits: a page takes {per_page / 1024:.0f} KiB over {len(one)} layers, there is room for "
+            f"{max(num_pages, 0)} ({reason}), and page 0 is reserved; raise memory_fraction or num_pages"
+        )
+    capacity = (num_pages - 1) * size
+    wanted = scheduler.max_model_len
+    if wanted is not None and wanted > model.max_position:
+        raise ConfigError(f"max_model_len is {wanted}, but the model knows positions up to {model.max_position}")
+    if wanted is not None and wanted > capacity:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the pool holds {capacity} tokens "
+            f"({num_pages} pages x {size}, one reserved; {reason}); raise num_pages or lower max_model_len"
+        )
+    longest = wanted if wanted is not None else min(model.max_position, capacity)
+    return PoolPlan(num_pages, size, per_page, longest, reason)
+
+
+def allocate_pool(model: PagedModel, plan: PoolPlan, *, dtype: str, implementation: str) -> list[KVPages]:
+    """Zeroed pages, one `KVPages` a layer."""
+    specs = model.page_specs(
+        num_pages=plan.num_pages, page_size=plan.page_size, dtype=jnp.dtype(dtype), implementation=implementation
+    )
+    return [make_pages(spec) for spec in specs]

@@ -1,0 +1,274 @@
+"""`LLM`: load a model and generate, chat or score, in three lines."""
+
+import math
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import jax
+
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.engine import Engine
+from jpaged.errors import ConfigError, RequestError
+from jpaged.fetch import fetch
+from jpaged.models import PagedModel, load_model
+from jpaged.progress import GenerationProgress, progress_wanted
+from jpaged.request import Output, SamplingParams
+from jpaged.stats import EngineStats
+from jpaged.tokenizer import Tokenizer
+
+Prompt = str | AbstractSequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text.
+
+    Attributes:
+      token_ids: the text's tokens.
+      logprobs: natural-log probability of each token given those before it; the first token has none.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def total_logprob(self) -> float:
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability.
+
+        Example:
+          >>> Score((1, 2, 3), (math.log(0.5), math.log(0.125))).perplexity
+          4.0
+        """
+        return math.exp(-self.total_logprob / len(self.logprobs))
+
+
+class LLM:
+    """A model, its tokenizer and an engine.
+
+    Args:
+      model: a known name ("smollm2-135m-instruct"), a folder of safetensors or an Orbax checkpoint, a .gguf file, a
+        Hugging Face id, or a `PagedModel` object.
+      tokenizer: a `Tokenizer`, a path to load it from, or `None`: the model's own (none for a model object).
+      dtype: of weights and activations; `None`: float32 on CPU, bfloat16 elsewhere.
+      config: `EngineConfig`; the five shortcuts below override its fields.
+      page_size, num_pages, max_num_seqs, max_num_batched_tokens, max_model_len: see `CacheConfig`, `SchedulerConfig`.
+      progress: show progress bars while loading and generating; `None`: on a terminal only.
+
+    Raises:
+      FetchError, ModelLoadError, ConfigError: what is wrong and what to do.
+
+    Example:
+      >>> from jpaged.models import Llama, LlamaConfig
+      >>> from flax import nnx
+      >>> tiny = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+      ...                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+      >>> llm = LLM(Llama(tiny, rngs=nnx.Rngs(0)), num_pages=9)
+      >>> outputs = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+      >>> [len(output.token_ids) for output in outputs]
+      [4, 4]
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PagedModel = "smollm2-135m-instruct",
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        dtype: str | None = None,
+        config: EngineConfig | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        progress: bool | None = None,
+    ):
+        self._progress = progress
+        config = _with_shortcuts(
+            config or EngineConfig(),
+            cache={"page_size": page_size, "num_pages": num_pages},
+            scheduler={
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_model_len": max_model_len,
+            },
+        )
+        if isinstance(model, str | Path):
+            path = fetch(str(model), progress=progress)
+            if tokenizer is None:
+                tokenizer = Tokenizer.load(path)
+            if dtype is None:
+                dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+            with GenerationProgress.loading(f"loading {path.name}", progress_wanted(progress)) as report:
+                model = load_model(path, dtype=dtype, progress=report)
+        elif dtype is not None:
+            raise ConfigError("dtype is for models that are loaded; a model object has its own")
+        if isinstance(tokenizer, str | Path):
+            tokenizer = Tokenizer.load(Path(tokenizer))
+        self._bar = GenerationProgress(enabled=False)
+        self.engine = Engine(
+            model, config, tokenizer=tokenizer, on_compile=lambda shape: self._bar.note(f"compiling {shape}")
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | AbstractSequence[Prompt],
+        params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress: bool | None = None,
+    ) -> list[Output]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | AbstractSequence[Prompt],
+        params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        progress: bool | None = None,
+    ) -> Iterator[Output]: ...
+    def generate(self, prompts, params=None, *, stream=False, progress=None):
+        """Continues prompts, all at once.
+
+        Args:
+          prompts: text or token ids, or a list of either. A list of integers is one prompt.
+          params: one for all, or one a prompt; `SamplingParams()` if left out.
+          stream: give an iterator of `Output`s as they grow, in whatever order; the last one of each request is
+            `finished`. `request_id` is the prompt's index.
+          progress: show a progress bar; `None`: as the `LLM` was told.
+
+        Returns:
+          One `Output` a prompt, in order; with `stream`, an iterator.
+
+        Raises:
+          RequestError: some prompt or parameter is refused; nothing was run.
+        """
+        prompts = _as_list(prompts)
+        params = _as_params(params, len(prompts))
+        outputs = self._run(prompts, params, stream=stream, progress=progress)
+        if stream:
+            return outputs
+        by_id = {output.request_id: output for output in outputs}
+        return [by_id[f"{index}"] for index in range(len(prompts))]
+
+    def chat(
+        self,
+        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
+        params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[Output] | Iterator[Output]:
+        """Answers one conversation, or a list of them, through the model's chat template.
+
+        Args:
+          messages: dicts with "role" and "content"; or a list of such lists.
+          params, stream, progress: as in `generate`.
+          template_options: passed to the template, such as `tools`.
+
+        Raises:
+          ChatTemplateError: the template refused the messages.
+          RequestError: no tokenizer, or a request is refused.
+        """
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer with a chat template; this LLM has no tokenizer")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]
+        if stream:
+            return self.generate(prompts, params, stream=True, progress=progress)
+        return self.generate(prompts, params, progress=progress)
+
+    def score(self, texts: Prompt | AbstractSequence[Prompt], *, progress: bool | None = None) -> list[Score]:
+        """Log-probabilities and perplexity of texts under the model.
+
+        Args:
+          texts: text or token ids, at least two tokens each, or a list of either.
+          progress: as in `generate`.
+
+        Raises:
+          RequestError: a text has fewer than two tokens, or is longer than the context limit.
+        """
+        prompts = _as_list(texts)
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+        outputs = self.generate(prompts, params, progress=progress)
+        scores = []
+        for index, output in enumerate(outputs):
+            logprobs = tuple(entry.logprob for entry in output.prompt_logprobs or () if entry is not None)
+            if not logprobs:
+                raise RequestError(f"text {index} has one token; there is nothing to score before the second")
+            scores.append(Score(output.prompt_token_ids, logprobs))
+        return scores
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine and its page pool."""
+        return self.engine.stats()
+
+    def _run(self, prompts, params, *, stream: bool, progress: bool | None) -> Iterator[Output] | list[Output]:
+        if self.engine.has_work:
+            raise RequestError("this LLM is still generating; finish or close the running stream first")
+        added: list[str] = []
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                added.append(self.engine.add(prompt, one, request_id=f"{index}", stream=stream))
+        except BaseException:
+            self._abort(added)
+            raise
+        steps = self._steps(added, progress_wanted(self._progress if progress is None else progress))
+        next(steps)  # enters the `try`: closing or dropping the iterator now always ends its requests
+        return steps if stream else list(steps)
+
+    def _steps(self, added: list[str], show: bool) -> Iterator[Output]:
+        try:
+            yield  # type: ignore[misc]  # consumed by `_run`
+            with GenerationProgress(enabled=show, total=len(added)) as bar:
+                self._bar = bar
+                while self.engine.has_work:
+                    outputs = self.engine.step()
+                    bar.advance(sum(output.finished for output in outputs), self.engine)
+                    yield from outputs
+        finally:
+            # Reached early by Ctrl-C, by an error, or when a stream is closed before its end.
+            self._abort(added)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
+    if len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__"):
+        return [prompts]
+    return list(prompts)
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    params = list(params)
+    if len(params) != count:
+        raise RequestError(f"got {len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
+    return params
+
+
+def _with_shortcuts(config: EngineConfig, *, cache: dict[str, Any], scheduler: dict[str, Any]) -> EngineConfig:
+    def override(part: CacheConfig | SchedulerConfig, values: dict[str, Any]) -> Any:
+        return replace(part, **{name: value for name, value in values.items() if value is not None})
+
+    return replace(config, cache=override(config.cache, cache), scheduler=override(config.scheduler, scheduler))

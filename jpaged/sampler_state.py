@@ -1,0 +1,211 @@
+"""`SamplerState`: what the sampler remembers of each running sequence, on the device.
+
+One entry a running sequence, and the null entry at the end, to which padding and gated rows point. The engine loads an
+entry only when a sequence comes that uses penalties, logit_bias or min_tokens; all other sequences use `last_token`
+alone, which a step writes and the next step reads without the host in between. Penalty counts are driven by the input:
+every token of such a sequence passes through the step exactly once after `load_entry`, also after a preemption, and is
+counted there, so that the counts are complete when the next token is sampled.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jpaged.errors import RequestError
+from jpaged.request import SamplingParams
+
+MAX_BIAS_IDS = 300
+MAX_BANNED_IDS = 80  # 64 stop token ids and 16 end-of-sequence ids
+
+
+@no_type_check  # trees are also made of placeholders, which have no shape
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    """One entry a running sequence and the null entry, the last one. Donated to every function that changes it.
+
+    Lists are padded with the vocabulary size V, which scatters drop; -1 would wrap to the last token.
+
+    Attributes:
+      last_token: the token sampled last, the input of the next step; 0 where a row failed.
+      output_counts: how often each token stands in the output.
+      prompt_mask: which tokens stand in the prompt.
+      bias_ids: token ids whose logits are biased.
+      bias_values: what is added to them.
+      banned_ids: token ids that cannot be sampled before min_tokens.
+    """
+
+    last_token: Int32[Array, " entries"]
+    output_counts: Int32[Array, "entries V"]
+    prompt_mask: Bool[Array, "entries V"]
+    bias_ids: Int32[Array, "entries 300"]
+    bias_values: Float32[Array, "entries 300"]
+    banned_ids: Int32[Array, "entries 80"]
+
+    @property
+    def null_entry(self) -> int:
+        return self.last_token.shape[0] - 1
+
+    @property
+    def vocab_size(self) -> int:
+        return self.output_counts.shape[1]
+
+
+class SamplerEntry(NamedTuple):
+    """The lists of one sequence, padded, on the host; the arguments of `load_entry`."""
+
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    banned_ids: np.ndarray
+
+
+def make_sampler_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
+    """Makes `max_num_seqs` entries and the null entry, all empty.
+
+    Example:
+      >>> state = make_sampler_state(4, 100)
+      >>> state.output_counts.shape, state.null_entry
+      ((5, 100), 4)
+    """
+    entries = max_num_seqs + 1
+    return SamplerState(
+        last_token=jnp.zeros((entries,), jnp.int32),
+        output_counts=jnp.zeros((entries, vocab_size), jnp.int32),
+        prompt_mask=jnp.zeros((entries, vocab_size), jnp.bool_),
+        bias_ids=jnp.full((entries, MAX_BIAS_IDS), vocab_size, jnp.int32),
+        bias_values=jnp.zeros((entries, MAX_BIAS_IDS), jnp.float32),
+        banned_ids=jnp.full((entries, MAX_BANNED_IDS), vocab_size, jnp.int32),
+    )
+
+
+def needs_entry(params: SamplingParams) -> bool:
+    """Whether a sequence must be given a fresh entry by `load_entry` when it is admitted.
+
+    Example:
+      >>> needs_entry(SamplingParams()), needs_entry(SamplingParams(min_tokens=3))
+      (False, True)
+    """
+    return params.uses_penalties or bool(params.logit_bias) or params.min_tokens > 0
+
+
+def entry_for(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> SamplerEntry:
+    """Pads the bias and the banned token ids of a request. Stop ids outside the vocabulary can never come: left out.
+
+    Args:
+      params: of the request.
+      eos_token_ids: the model's end-of-sequence ids.
+      vocab_size: V.
+
+    Raises:
+      RequestError: logit_bias names a token outside the vocabulary, or there are too many ids to ban.
+
+    Example:
+      >>> entry = entry_for(SamplingParams(logit_bias={7: 1.5}, stop_token_ids=[3]), eos_token_ids=(2,), vocab_size=10)
+      >>> entry.bias_ids[:2].tolist(), entry.bias_values[:2].tolist(), entry.banned_ids[:3].tolist()
+      ([7, 10], [1.5, 0.0], [2, 3, 10])
+    """
+    for token in params.logit_bias:
+        if token >= vocab_size:
+            raise RequestError(
+                f"logit_bias names token id {token}, expected ids below the vocabulary size {vocab_size}"
+            )
+    banned = sorted({token for token in (*eos_token_ids, *params.stop_token_ids) if 0 <= token < vocab_size})
+    if params.min_tokens > 0 and len(banned) > MAX_BANNED_IDS:
+        raise RequestError(
+            f"min_tokens would ban {len(banned)} end-of-sequence and stop token ids, expected at most "
+            f"{MAX_BANNED_IDS}; name fewer stop_token_ids"
+        )
+    banned = banned[:MAX_BANNED_IDS]  # without min_tokens nothing is banned
+    entry = SamplerEntry(
+        bias_ids=np.full(MAX_BIAS_IDS, vocab_size, np.int32),
+        bias_values=np.zeros(MAX_BIAS_IDS, np.float32),
+        banned_ids=np.full(MAX_BANNED_IDS, vocab_size, np.int32),
+    )
+    num_bias = len(params.logit_bias)
+    entry.bias_ids[:num_bias] = list(params.logit_bias.keys())
+    entry.bias_values[:num_bias] = list(params.logit_bias.values())
+    entry.banned_ids[: len(banned)] = banned
+    return entry
+
+
+def load_entry(
+    state: SamplerState, index: int, bias_ids: np.ndarray, bias_values: np.ndarray, banned_ids: np.ndarray
+) -> SamplerState:
+    """Empties entry `index` and sets its lists, in place (`state` is donated). One compiled program for all calls.
+
+    Args:
+      state: donated.
+      index: entry in [0, max_num_seqs).
+      bias_ids: i32[300], see `entry_for`.
+      bias_values: f32[300].
+      banned_ids: i32[80].
+
+    Raises:
+      ValueError: `index` is not an entry of a sequence, or a list has another length.
+
+    Example:
+      >>> entry = entry_for(SamplingParams(logit_bias={7: 1.5}), eos_token_ids=(2,), vocab_size=10)
+      >>> state = load_entry(make_sampler_state(2, 10), 1, *entry)
+      >>> int(state.bias_ids[1, 0]), int(state.banned_ids[1, 0])
+      (7, 2)
+    """
+    if not 0 <= index < state.null_entry:
+        raise ValueError(f"index is {index}, expected an entry in [0, {state.null_entry})")
+    lists = {"bias_ids": bias_ids, "bias_values": bias_values, "banned_ids": banned_ids}
+    for name, values in lists.items():
+        expected = getattr(state, name).shape[1:]
+        if values.shape != expected:
+            raise ValueError(f"{name}.shape is {values.shape}, expected {expected}, as `entry_for` makes it")
+    return _load_entry(state, np.int32(index), bias_ids, bias_values, banned_ids)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _load_entry(
+    state: SamplerState,
+    index: Int32[Array, ""],
+    bias_ids: Int32[Array, "300"],
+    bias_values: Float32[Array, "300"],
+    banned_ids: Int32[Array, "80"],
+) -> SamplerState:
+    return SamplerState(
+        last_token=state.last_token.at[index].set(0),
+        output_counts=state.output_counts.at[index].set(0),
+        prompt_mask=state.prompt_mask.at[index].set(False),
+        bias_ids=state.bias_ids.at[index].set(bias_ids),
+        bias_values=state.bias_values.at[index].set(bias_values),
+        banned_ids=state.banned_ids.at[index].set(banned_ids),
+    )
+
+
+def update_counts(
+    state: SamplerState, tokens: Int32[Array, " T"], entry: Int32[Array, " T"], is_output: Bool[Array, " T"]
+) -> SamplerState:
+    """Counts the input tokens of a step: output tokens in `output_counts`, prompt tokens in `prompt_mask`.
+
+    Args:
+      state: donated by the step around.
+      tokens: the step's input tokens.
+      entry: entry of the row that the token belongs to, if that row uses penalties; else the null entry.
+      is_output: whether the token was sampled, rather than being part of the prompt.
+
+    Example:
+      >>> tokens, entry = jnp.array([5, 5, 6], jnp.int32), jnp.array([0, 0, 0], jnp.int32)
+      >>> state = update_counts(make_sampler_state(2, 8), tokens, entry, jnp.array([True, True, False]))
+      >>> int(state.output_counts[0, 5]), bool(state.prompt_mask[0, 6])
+      (2, True)
+    """
+    nowhere = state.null_entry + 1  # past the end: dropped
+    return SamplerState(
+        last_token=state.last_token,
+        output_counts=state.output_counts.at[jnp.where(is_output, entry, nowhere), tokens].add(1, mode="drop"),
+        prompt_mask=state.prompt_mask.at[jnp.where(is_output, nowhere, entry), tokens].set(True, mode="drop"),
+        bias_ids=state.bias_ids,
+        bias_values=state.bias_values,
+        banned_ids=state.banned_ids,
+    )

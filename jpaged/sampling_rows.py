@@ -1,0 +1,168 @@
+"""`SamplingRows`: how each row of a step samples; packed on the host into one i32 array, unpacked on the device."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, no_type_check
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jpaged.request import SamplingParams
+
+_MAX_INT32 = 2**31 - 1
+
+# Field by field as packed: every field is one 32-bit word a row. "b" is a bool in a word.
+_FIELDS = (
+    ("state_index", "i"),
+    ("temperature", "f"),
+    ("top_k", "i"),
+    ("top_p", "f"),
+    ("min_p", "f"),
+    ("repetition_penalty", "f"),
+    ("presence_penalty", "f"),
+    ("frequency_penalty", "f"),
+    ("seed_high", "I"),
+    ("seed_low", "I"),
+    ("position", "i"),
+    ("samples", "b"),
+    ("uses_penalties", "b"),
+    ("uses_bias", "b"),
+    ("bans_stops", "b"),
+    ("num_logprobs", "i"),
+)
+_PACKER = struct.Struct("=" + "".join("i" if code == "b" else code for _, code in _FIELDS))
+_DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "I": np.dtype(np.uint32), "b": np.dtype(np.bool_)}
+
+NUM_SAMPLING_FIELDS = len(_FIELDS)
+
+
+@no_type_check  # trees are also made of placeholders, which have no shape
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingRows:
+    """How each row of a step samples. Rows that do not sample (padding, unfinished prefill) have `samples` False.
+
+    Attributes:
+      state_index: entry of the row in `SamplerState`; the null entry for padding.
+      temperature: 0 is greedy.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      repetition_penalty: 1 is off.
+      presence_penalty: 0 is off.
+      frequency_penalty: 0 is off.
+      seed_high: upper 32 bits of the request's seed.
+      seed_low: lower 32 bits.
+      position: position in its sequence of the token that is sampled.
+      samples: whether the row samples in this step.
+      uses_penalties: whether any penalty is on.
+      uses_bias: whether the row has a logit_bias.
+      bans_stops: whether the output is still shorter than min_tokens.
+      num_logprobs: top-logprobs asked for; -1 is no logprobs at all.
+    """
+
+    state_index: Int32[Array, " S"]
+    temperature: Float32[Array, " S"]
+    top_k: Int32[Array, " S"]
+    top_p: Float32[Array, " S"]
+    min_p: Float32[Array, " S"]
+    repetition_penalty: Float32[Array, " S"]
+    presence_penalty: Float32[Array, " S"]
+    frequency_penalty: Float32[Array, " S"]
+    seed_high: UInt32[Array, " S"]
+    seed_low: UInt32[Array, " S"]
+    position: Int32[Array, " S"]
+    samples: Bool[Array, " S"]
+    uses_penalties: Bool[Array, " S"]
+    uses_bias: Bool[Array, " S"]
+    bans_stops: Bool[Array, " S"]
+    num_logprobs: Int32[Array, " S"]
+
+
+class SamplingRow(NamedTuple):
+    """How one row samples, on the host.
+
+    Attributes:
+      params: of the request.
+      seed: in force, in [0, 2**63).
+      state_index: entry of the sequence in `SamplerState`.
+      position: position of the token that is sampled.
+      samples: False while the prompt is not wholly computed.
+      num_output_tokens: output tokens before this one, read or not; decides whether min_tokens still bans.
+    """
+
+    params: SamplingParams
+    seed: int
+    state_index: int
+    position: int
+    samples: bool
+    num_output_tokens: int
+
+
+def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int) -> np.ndarray:
+    """Packs the rows of a step into i32[NUM_SAMPLING_FIELDS, num_rows]; floats and seeds keep their bits.
+
+    Args:
+      rows: the live rows in order.
+      num_rows: S, the padded number of rows.
+      null_entry: entry that padding points at (`SamplerState.null_entry`, max_num_seqs).
+
+    Raises:
+      ValueError: there are more live rows than `num_rows`.
+
+    Example:
+      >>> row = SamplingRow(SamplingParams(top_k=5), 7, state_index=0, position=9, samples=True, num_output_tokens=1)
+      >>> fields = sampling_fields([row], num_rows=4, null_entry=8)
+      >>> fields.shape, fields[0].tolist(), fields[2].tolist()
+      ((16, 4), [0, 8, 8, 8], [5, 0, 0, 0])
+    """
+    if len(rows) > num_rows:
+        raise ValueError(f"{len(rows)} live rows, expected at most num_rows ({num_rows})")
+    words = bytearray(_PACKER.size * num_rows)
+    offset = 0
+    for params, seed, state_index, position, samples, num_output_tokens in rows:
+        _PACKER.pack_into(
+            words,
+            offset,
+            state_index,
+            params.temperature,
+            min(max(params.top_k, 0), _MAX_INT32),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            seed >> 32,
+            seed & 0xFFFFFFFF,
+            position,
+            samples,
+            params.uses_penalties,
+            bool(params.logit_bias),
+            num_output_tokens < params.min_tokens,
+            -1 if params.logprobs is None else params.logprobs,
+        )
+        offset += _PACKER.size
+    padding = _PACKER.pack(null_entry, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, -1)
+    words[offset:] = padding * (num_rows - len(rows))
+    return np.ascontiguousarray(np.frombuffer(words, np.int32).reshape(num_rows, NUM_SAMPLING_FIELDS).T)
+
+
+def unpack_sampling_rows(fields: Int32[Array, "F S"]) -> SamplingRows:
+    """Takes `sampling_fields` apart on the device, by bitcasts.
+
+    Raises:
+      ValueError: `fields` has another number of fields.
+
+    Example:
+      >>> rows = unpack_sampling_rows(jax.numpy.asarray(sampling_fields([], num_rows=2, null_entry=8)))
+      >>> rows.state_index.tolist(), rows.top_p.tolist(), rows.samples.tolist()
+      ([8, 8], [1.0, 1.0], [False, False])
+    """
+    if fields.shape[0] != NUM_SAMPLING_FIELDS:
+        raise ValueError(f"{fields.shape=}, expected {NUM_SAMPLING_FIELDS} fields, as `sampling_fields` makes them")
+    unpacked = {}
+    for (name, code), words in zip(_FIELDS, fields, strict=True):
+        unpacked[name] = words != 0 if code == "b" else jax.lax.bitcast_convert_type(words, _DTYPES[code])
+    return SamplingRows(**unpacked)

@@ -1,0 +1,136 @@
+"""`EngineStats`: what the engine did and what the page pool holds, as one frozen snapshot."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """The page pool at one moment.
+
+    Attributes:
+      pages_used: pages that running sequences hold.
+      tokens_held: tokens whose KV is in those pages.
+      running: sequences that hold them.
+      page_size: token slots a page.
+
+    Example:
+      >>> PoolUse(pages_used=4, tokens_held=60, running=2, page_size=16).wasted_fraction
+      0.0625
+    """
+
+    pages_used: int = 0
+    tokens_held: int = 0
+    running: int = 0
+    page_size: int = 1
+
+    @property
+    def wasted_fraction(self) -> float:
+        """Part of the used pages' token slots that holds no token."""
+        slots = self.pages_used * self.page_size
+        return 1.0 - self.tokens_held / slots if slots else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine started (`_s`: seconds), and the pool now and at its peak.
+
+    Attributes:
+      num_pages: pages in the pool; free + used + the null page.
+      pages_free: free pages.
+      now: the pool at this moment.
+      peak: the pool when most pages were in use.
+      mean_wasted_fraction: wasted part of the used slots, averaged over the steps.
+      num_running, num_waiting: sequences.
+      num_requests: requests added.
+      num_finished: requests that ended, for whatever reason.
+      num_preemptions: times a sequence lost its pages.
+      num_steps: steps dispatched.
+      num_step_rows: rows of all steps (divided by num_steps: the mean batch size).
+      num_step_tokens: tokens computed, padding not counted.
+      num_padded_tokens: padding computed beside them.
+      num_generated_tokens: output tokens given out.
+      num_compilations, compile_s: compiled step shapes and the time they took.
+      plan_s: scheduler.
+      pack_s: building the packed inputs.
+      dispatch_s: host-to-device transfer and handing the step to the runtime.
+      wait_s: waiting for the device.
+      update_s: reading results, stop rules, detokenisation.
+    """
+
+    num_pages: int
+    pages_free: int
+    now: PoolUse
+    peak: PoolUse
+    mean_wasted_fraction: float
+    num_running: int
+    num_waiting: int
+    num_requests: int
+    num_finished: int
+    num_preemptions: int
+    num_steps: int
+    num_step_rows: int
+    num_step_tokens: int
+    num_padded_tokens: int
+    num_generated_tokens: int
+    num_compilations: int
+    compile_s: float
+    plan_s: float
+    pack_s: float
+    dispatch_s: float
+    wait_s: float
+    update_s: float
+
+
+@dataclass
+class StatsCounter:
+    """The engine's own counters; `EngineStats` is made from them. Fields as there."""
+
+    peak: PoolUse
+    wasted_fraction_sum: float = 0.0
+    num_requests: int = 0
+    num_finished: int = 0
+    num_steps: int = 0
+    num_step_rows: int = 0
+    num_step_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_generated_tokens: int = 0
+    plan_s: float = 0.0
+    pack_s: float = 0.0
+    dispatch_s: float = 0.0
+    wait_s: float = 0.0
+    update_s: float = 0.0
+
+    def count_step(self, use: PoolUse, *, num_rows: int, num_tokens: int, num_padded: int) -> None:
+        self.num_steps += 1
+        self.num_step_rows += num_rows
+        self.num_step_tokens += num_tokens
+        self.num_padded_tokens += num_padded
+        self.wasted_fraction_sum += use.wasted_fraction
+        if use.pages_used >= self.peak.pages_used:
+            self.peak = use
+
+    def snapshot(
+        self,
+        *,
+        now: PoolUse,
+        num_pages: int,
+        pages_free: int,
+        num_running: int,
+        num_waiting: int,
+        num_preemptions: int,
+        num_compilations: int,
+        compile_s: float,
+    ) -> EngineStats:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "wasted_fraction_sum"}
+        return EngineStats(
+            **own,
+            mean_wasted_fraction=self.wasted_fraction_sum / max(self.num_steps, 1),
+            now=now,
+            num_pages=num_pages,
+            pages_free=pages_free,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_preemptions=num_preemptions,
+            num_compilations=num_compilations,
+            compile_s=compile_s,
+        )

@@ -1,0 +1,180 @@
+"""The one jitted step: tokens in, token ids out, pages updated in place.
+
+    packed ── unpack ──► StepInputs ──► model (embed, layers over pages) ──► hidden [T, E]
+                                           │ last token of each row             │ only where asked
+                                           ▼                                    ▼
+                             logits [S, V] ── sample ──► token ids     prompt log-probabilities
+
+Weights are an argument, never captured, so that a training loop can swap them between steps. The pages and the sampler
+state are donated: after a step the old arrays are gone and the new ones live in the same memory.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jpaged.batch import packed_size, unpack
+from jpaged.config import StepShape
+from jpaged.errors import ConfigError, RecompileError
+from jpaged.logprobs import prompt_logprobs, token_logprobs
+from jpaged.models import PagedModel
+from jpaged.pallas_kernels import KVPages
+from jpaged.sampler import sample
+from jpaged.sampler_state import SamplerState, update_counts
+
+logger = logging.getLogger(__name__)
+
+
+@no_type_check  # trees are also made of placeholders, which have no shape
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step gives back, on the device; the engine reads what was asked for.
+
+    Attributes:
+      token_ids: the token sampled for each row, -1 where the model produced NaN; no meaning where a row does not sample.
+      logprobs: raw log-probability of that token (0 unless some row asks).
+      top_ids, top_logprobs: the likeliest tokens (K = max_logprobs).
+      prompt_logprobs: log-probability of the token that follows each input token (0 unless some row asks).
+      prompt_top_ids, prompt_top_logprobs: the likeliest tokens there.
+    """
+
+    token_ids: Int32[Array, " S"]
+    logprobs: Float[Array, " S"]
+    top_ids: Int32[Array, "S K"]
+    top_logprobs: Float[Array, "S K"]
+    prompt_logprobs: Float[Array, " T"]
+    prompt_top_ids: Int32[Array, "T K"]
+    prompt_top_logprobs: Float[Array, "T K"]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One compiled step shape.
+
+    Attributes:
+      shape: what was compiled.
+      seconds: tracing, lowering and compiling (or loading from the persistent cache) together.
+      after_warmup: it came late, when every shape should have been there.
+    """
+
+    shape: StepShape
+    seconds: float
+    after_warmup: bool
+
+
+class StepRunner:
+    """Compiles the step for each shape and runs it.
+
+    Args:
+      model: any `PagedModel`.
+      max_logprobs: entries of top-logprobs, K.
+      implementation: attention back end.
+      recompile: what a compile after `mark_warm` does: "warn" logs the shape, "error" raises.
+      on_compile: told each shape just before it is compiled.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        max_logprobs: int,
+        implementation: str,
+        recompile: str = "warn",
+        on_compile: Callable[[StepShape], None] | None = None,
+    ):
+        self._graph, self.params = nnx.split(model)
+        self._recompile = recompile
+        self._on_compile = on_compile
+        self._warm = False
+        self._executables: dict[StepShape, Callable] = {}
+        self.compilations: list[Compilation] = []
+
+        def step(params, kv_pages, state, packed, shape):
+            model = nnx.merge(self._graph, params)
+            return _step(model, kv_pages, state, packed, shape, max_logprobs, implementation)
+
+        self._jitted = jax.jit(step, static_argnames="shape", donate_argnames=("kv_pages", "state"))
+
+    def set_params(self, params: nnx.State) -> None:
+        """Replaces the weights; the next step uses them.
+
+        Raises:
+          ConfigError: the tree, a shape or a dtype differs from the present weights (it would recompile every shape).
+        """
+        old = jax.tree_util.tree_flatten_with_path(self.params)
+        new = jax.tree_util.tree_flatten_with_path(params)
+        if old[1] != new[1]:
+            raise ConfigError("the new weights have another tree structure than the model's")
+        for (path, a), (_, b) in zip(old[0], new[0], strict=True):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                name = jax.tree_util.keystr(path)
+                raise ConfigError(
+                    f"new weights {name}: got {b.dtype}{list(b.shape)}, expected {a.dtype}{list(a.shape)}"
+                )
+        self.params = params
+
+    def lower(self, kv_pages: list[KVPages], state: SamplerState, shape: StepShape) -> jax.stages.Lowered:
+        """The step of one shape, traced and lowered (for inspection and ahead-of-time compilation)."""
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
+        return self._jitted.lower(self.params, kv_pages, state, packed, shape=shape)
+
+    def compile(self, kv_pages: list[KVPages], state: SamplerState, shape: StepShape) -> Compilation:
+        """Compiles one shape; called by `run` for a shape that is not there yet.
+
+        Raises:
+          RecompileError: the shape comes after `mark_warm` and `recompile` is "error".
+        """
+        if self._warm and self._recompile == "error":
+            raise RecompileError(
+                f"step shape {shape} was not compiled at start; have {list(map(str, self._executables))}"
+            )
+        if self._warm:
+            logger.warning("step shape %s compiles late: it was not compiled at start", shape)
+        if self._on_compile:
+            self._on_compile(shape)
+        start = time.perf_counter()
+        self._executables[shape] = self.lower(kv_pages, state, shape).compile()
+        done = Compilation(shape, time.perf_counter() - start, after_warmup=self._warm)
+        self.compilations.append(done)
+        return done
+
+    def mark_warm(self) -> None:
+        """From now on a compile is a fault (see `recompile`)."""
+        self._warm = True
+
+    def run(
+        self, kv_pages: list[KVPages], state: SamplerState, packed: Array, shape: StepShape
+    ) -> tuple[StepOutputs, list[KVPages], SamplerState]:
+        """Dispatches a step; returns before it is done. `kv_pages` and `state` are consumed."""
+        if shape not in self._executables:
+            self.compile(kv_pages, state, shape)
+        return self._executables[shape](self.params, kv_pages, state, packed)
+
+
+def _step(model, kv_pages, state, packed, shape, max_logprobs, implementation):
+    inputs = unpack(packed, shape)
+    from_device = state.last_token[jnp.maximum(-1 - inputs.tokens, 0)]
+    tokens = jnp.where(inputs.tokens < 0, from_device, inputs.tokens)
+    state = update_counts(state, tokens, inputs.count_entry, inputs.is_output)
+
+    hidden, kv_pages = model(tokens, kv_pages, inputs.meta, implementation=implementation)
+    with jax.named_scope("logits"):
+        logits = model.logits(hidden[inputs.last_token_index])
+    with jax.named_scope("sample"):
+        sampled = sample(logits, inputs.sampling, state)
+        wants_logprobs = jnp.any(inputs.sampling.num_logprobs >= 0)
+        chosen = token_logprobs(logits, sampled.token_ids, max_logprobs, wants_logprobs)
+    with jax.named_scope("prompt_logprobs"):
+        prompt = prompt_logprobs(
+            hidden, inputs.next_tokens, model.logits, max_logprobs, wanted=inputs.wants_prompt_logprobs
+        )
+    outputs = StepOutputs(sampled.token_ids, *chosen, *prompt)
+    return outputs, kv_pages, sampled.state

@@ -1,0 +1,145 @@
+"""Layers of a Llama: norm, rotary frequencies, attention projections, gated MLP, and the block that joins them.
+
+Kernels are stored [in, out] and fused: q, k and v in one, gate and up in one, so that a layer is four matrix products.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from jpaged.models.config import LlamaConfig
+from jpaged.pallas_kernels import Rope
+
+# The standard deviation of fresh weights, as in the Llama family.
+INIT_SCALE = 0.02
+
+Attend = Callable[[Array, Array, Array], tuple[Array, object]]
+
+
+def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Angle per position of each rotated pair, f32 [head_dim / 2], scaled as the config says.
+
+    Reference:
+      RoPE: https://arxiv.org/abs/2104.09864; linear scaling: https://arxiv.org/abs/2306.15595;
+      "llama3" scaling: https://arxiv.org/abs/2407.21783
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+      ...                      num_attention_heads=2, rope_theta=100.0)
+      >>> rotary_frequencies(config).tolist()
+      [1.0, 0.10000000149011612]
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    plain = 1.0 / np.float32(config.rope_theta) ** exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "factors":
+        return plain / np.asarray(scaling.factors, np.float32)
+    if scaling.kind == "linear":
+        return plain / np.float32(scaling.factor)
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: high frequency, as it is; 0: low frequency, divided
+    return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
+
+
+def rotary_angles(config: LlamaConfig, positions: Int[Array, " T"]) -> Rope:
+    """Cosines and sines for each position; in f32, since bf16 cannot tell large positions apart."""
+    angles = positions.astype(jnp.float32)[:, None] * rotary_frequencies(config)
+    return Rope(jnp.cos(angles), jnp.sin(angles))
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale, in f32.
+
+    Reference:
+      https://arxiv.org/abs/1910.07467
+    """
+
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+
+    @jax.named_scope("norm")
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """x @ kernel (+ bias); kernel [in, out]."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.kernel = nnx.Param(normal(rngs, (inputs, outputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention; how heads attend is handed in, so pages and training share them.
+
+    Reference:
+      https://arxiv.org/abs/2305.13245
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads = (heads, kv_heads, dim)
+        options = {"bias": config.attention_bias, "rngs": rngs, "dtype": dtype}
+        self.qkv = Linear(config.hidden_size, (heads + 2 * kv_heads) * dim, **options)
+        self.o = Linear(heads * dim, config.hidden_size, **options)
+
+    @jax.named_scope("attention")
+    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], object]:
+        heads, kv_heads, dim = self.heads
+        split = self.qkv(x).reshape(*x.shape[:-1], heads + 2 * kv_heads, dim)
+        q, k, v = jnp.split(split, [heads, heads + kv_heads], axis=-2)
+        out, kv_pages = attend(q, k, v)
+        return self.o(out.reshape(*x.shape[:-1], heads * dim)), kv_pages
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)).
+
+    Reference:
+      https://arxiv.org/abs/2002.05202
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class Block(nnx.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], object]:
+        out, kv_pages = self.attention(self.attention_norm(x), attend)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), kv_pages
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Fresh weights."""
+    return (INIT_SCALE * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,161 @@
+"""The public operations: dispatch over the implementations, behind one contract."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from .dispatch import current_platform, resolve_implementation
+from .kv_write import write_kv_xla
+from .metadata import PagedMetadata
+from .pages import KVPages, PageSpec
+from .rope import Rope, apply_rope
+from .validate import validate_metadata, validate_new_kv, validate_static
+from .xla import AttentionOptions, paged_attention_xla
+from .xla_plan import XLAWork, plan_xla
+
+
+def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
+    """Fills `meta.work`, the schedule of the back end that `spec` is stored for.
+
+    Call it once a step, inside jit; all layers with equal page sizes share the result.
+
+    Raises:
+      ValueError: the arrays' shapes do not agree.
+      NotImplementedError: that back end cannot run here.
+    """
+    validate_metadata(meta, meta.positions.shape[0])
+    resolve_implementation(spec.implementation, spec=spec)
+    return dataclasses.replace(meta, work=plan_xla(meta, spec.page_size, current_platform()))
+
+
+def write_kv(
+    k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata
+) -> KVPages:
+    """Writes each token's K and V to its slot, quantising them where the pages are; in place if donated.
+
+    Padding goes to slot 0, in the null page.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit the pages.
+      NotImplementedError: the pages are stored for a back end that cannot run here.
+    """
+    validate_new_kv(k, v, kv_pages, meta)
+    resolve_implementation(kv_pages.spec.implementation, spec=kv_pages.spec)
+    return write_kv_xla(k, v, kv_pages, meta)
+
+
+def paged_attention(
+    q: Float[Array, "T Hq D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " Hq"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"]]:
+    """Causal attention of a step's query tokens over their rows' pages: decode, prefill chunks, or any mix.
+
+    Query head h reads KV head h // (Hq / Hkv). Only reads: the K and V of this step must have been written.
+
+    Args:
+      q: queries of all rows, end to end; tokens from `meta.cu_q_lens[-1]` on are padding.
+      kv_pages: the layer's pages.
+      meta: which token belongs to which row; planned here if `plan_attention` has not been called.
+      scale: factor of the scores; `None` for head_dim ** -0.5.
+      sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; `None` for all before it.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask; `None` for no cap.
+      sinks: a logit for each query head that joins the softmax's denominator and has no value.
+      return_lse: also return the log-sum-exp of each token's scores (the sink's logit included), natural log.
+      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or `None` to pick by the devices of the mesh in use.
+
+    Returns:
+      the outputs in q's dtype, 0 for padding; with `return_lse` also the log-sum-exps, -inf for padding.
+
+    Raises:
+      ValueError: shapes, dtypes or options are wrong, or no implementation has that name.
+      NotImplementedError: the implementation asked for cannot run here, or not on these pages.
+      ExceptionGroup: none was asked for and none can run; one reason for each candidate.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpaged.pallas_kernels import PagedMetadata, PageSpec, make_pages, paged_attention, write_kv
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with two tokens on page 3
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 2), positions=i32(0, 1), slot_mapping=i32(48, 49),
+      ...     num_decode=jnp.int32(0), num_seqs=jnp.int32(1))
+      >>> kv_pages = make_pages(PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32"))
+      >>> k, v = jnp.zeros((2, 1, 2)), jnp.array([[[1.0, 0.0]], [[3.0, 4.0]]])
+      >>> kv_pages = write_kv(k, v, kv_pages, meta)
+      >>> paged_attention(jnp.ones((2, 1, 2)), kv_pages, meta).tolist()
+      [[[1.0, 0.0]], [[2.0, 2.0]]]
+
+    Reference:
+      Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, https://arxiv.org/abs/2309.06180.
+    """
+    validate_static(
+        q, kv_pages, meta, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks
+    )
+    resolve_implementation(implementation, spec=kv_pages.spec)
+    if meta.work is None:
+        meta = plan_attention(meta, kv_pages.spec)
+    elif not isinstance(meta.work, XLAWork):
+        raise ValueError(
+            f"meta.work is a {type(meta.work).__name__}; expected the schedule of 'xla': call plan_attention with the "
+            "spec of these pages"
+        )
+    options = AttentionOptions(
+        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        sliding_window=sliding_window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+    )
+    out, lse = paged_attention_xla(q, kv_pages, meta, sinks, options, with_lse=return_lse)
+    return out if lse is None else (out, lse)
+
+
+def attend_and_write(
+    q: Float[Array, "T Hq D"],
+    k: Float[Array, "T Hkv D"],
+    v: Float[Array, "T Hkv D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    *,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " Hq"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"]], KVPages]:
+    """The op that models call: rotates q and k, writes k and v to their slots, and attends.
+
+    Args:
+      rope: angles of the tokens, or `None` if q and k are not to be rotated.
+      (others): as in `paged_attention` and `write_kv`.
+
+    Returns:
+      what `paged_attention` returns, and the pages with the step's K and V.
+
+    Raises:
+      ValueError, NotImplementedError, ExceptionGroup: as `paged_attention` and `write_kv`.
+    """
+    if rope is not None:
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+    kv_pages = write_kv(k, v, kv_pages, meta)
+    out = paged_attention(
+        q,
+        kv_pages,
+        meta,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    return out, kv_pages

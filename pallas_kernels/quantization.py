@@ -1,0 +1,32 @@
+"""Symmetric quantisation of K and V with one f32 scale a token and head (absmax)."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+_INT8_MAX = 127.0
+
+
+def quantize(x: Float[Array, "*rows D"], dtype: np.dtype) -> tuple[Array, Float32[Array, " *rows"]]:
+    """Quantises the last axis: x is about values * scales, with the largest magnitude of a row on the dtype's largest.
+
+    Returns:
+      values of `dtype` and x's shape, f32 scales without the last axis. A row of zeros has scale 1.
+
+    Example:
+      >>> values, scales = quantize(jnp.array([[0.5, -1.0]]), jnp.dtype("int8"))
+      >>> values.tolist()
+      [[64, -127]]
+    """
+    x = x.astype(jnp.float32)
+    largest = _INT8_MAX if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    absmax = jnp.max(jnp.abs(x), axis=-1)
+    scales = jnp.where(absmax == 0, 1.0, absmax / largest)
+    # The quotient can pass `largest` by one rounding, which e4m3fn (no infinity) would turn into NaN further out.
+    scaled = jnp.clip(x / scales[..., None], -largest, largest)
+    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scales
+
+
+def dequantize(values: Array, scales: Float32[Array, " *rows"]) -> Float32[Array, "*rows D"]:
+    """The inverse of `quantize`, in f32."""
+    return values.astype(jnp.float32) * scales[..., None]

@@ -1,0 +1,207 @@
+"""Paged attention in plain XLA: runs on every platform, and is what the kernels are compared with.
+
+Flash attention over pages: a loop walks the pages of a few rows at a time and keeps a running softmax, so no more than
+one run of pages is ever gathered, and no trip is made for pages that no query needs:
+
+    rows with one query token     trips of `decode_rows` rows, the longest first   -> one query each
+    rows with more                trips of `prefill_items` items of `block_q`      -> causal within the item
+      for each trip: for each run of pages in [first needed, last needed)           both bounds are data
+
+Every value that is not to be seen is masked by `where`, never by a product, since free pages may hold NaN.
+
+Reference:
+  Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691; Kwon et al., PagedAttention,
+  https://arxiv.org/abs/2309.06180.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .metadata import PagedMetadata
+from .pages import KVPages
+from .xla_plan import XLAWork
+
+_MASKED = -1e30  # a score below all others; finite, so that the difference of two of them is 0 and not NaN
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The static options of an attention call.
+
+    Attributes:
+      scale: factor of the scores.
+      sliding_window: a query sees itself and the `sliding_window - 1` tokens before; `None` for all before.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); `None` for no cap.
+    """
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def _head_major(pool: Array, page_ids: Array, which: int) -> Array:
+    """Gathers K (0) or V (1) of pages i32[B, C] from [N, K, 2 * Hkv, D] as [B, Hkv, C * K, D].
+
+    One gather that also moves the heads out: on CPU it takes half the time of gathering pages and then transposing.
+    """
+    b, c = page_ids.shape
+    heads = jnp.arange(which, pool.shape[2], 2, dtype=jnp.int32)
+    kv = pool.at[page_ids[:, None, :], :, heads[None, :, None], :].get(mode="promise_in_bounds")
+    return kv.reshape(b, heads.shape[0], c * pool.shape[1], pool.shape[3])
+
+
+def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options, with_lse):
+    """Attention of B items of M query tokens each over the pages of their rows.
+
+    Args:
+      q: [B, M, Hq, D] queries.
+      rows: i32[B] rows of the items.
+      first: i32[B] position of each item's first query.
+      count: i32[B] queries of each item, 0 for an item that is padding.
+      pages: pages gathered a trip.
+
+    Returns:
+      f32[B, M, Hq, D] outputs and, `with_lse`, f32[B, M, Hq] log-sum-exps (else `None`); no meaning beyond `count`.
+    """
+    spec = kv_pages.spec
+    b, m, hq, d = q.shape
+    hkv, page_size, run = spec.num_kv_heads, spec.page_size, pages * spec.page_size
+    g = hq // hkv
+    # [B, Hkv, M * G, D]: the query heads of a KV head share its keys in one matrix product.
+    q = q.reshape(b, m, hkv, g, d).transpose(0, 2, 1, 3, 4).reshape(b, hkv, m * g, d).astype(jnp.float32)
+
+    q_positions = first[:, None] + jnp.arange(m, dtype=jnp.int32)
+    stop = jnp.where(count > 0, first + count, 0)  # keys at and after it are not seen by any query of the item
+    if options.sliding_window is None:
+        start, first_run = jnp.zeros_like(stop), 0
+    else:
+        start = jnp.where(count > 0, jnp.maximum(first - (options.sliding_window - 1), 0), jnp.iinfo(jnp.int32).max)
+        first_run = jnp.min(start) // run
+    last_run = -(-jnp.max(stop) // run)
+
+    def trip(i, state):
+        top, total, acc = state
+        # Past the table's end a column is read twice, and masked: its positions are not below `stop`.
+        columns = jnp.minimum(i * pages + jnp.arange(pages, dtype=jnp.int32), page_table.shape[1] - 1)
+        page_ids = page_table[rows[:, None], columns]
+        positions = i * run + jnp.arange(run, dtype=jnp.int32)
+        seen = (positions >= start[:, None]) & (positions < stop[:, None])  # [B, run]
+        visible = (positions <= q_positions[:, :, None]) & seen[:, None]  # [B, M, run]
+        if options.sliding_window is not None:
+            visible &= positions > q_positions[:, :, None] - options.sliding_window
+
+        k = _head_major(kv_pages.data, page_ids, 0).astype(jnp.float32)
+        v = jnp.where(seen[:, None, :, None], _head_major(kv_pages.data, page_ids, 1).astype(jnp.float32), 0.0)
+        if m == 1:
+            # Keys on the left: XLA's CPU compiler takes half the time for the thin product of a few query heads.
+            s = jnp.einsum("bhkd,bhmd->bhkm", k, q, precision=lax.Precision.HIGHEST).swapaxes(2, 3) * options.scale
+        else:
+            s = jnp.einsum("bhmd,bhkd->bhmk", q, k, precision=lax.Precision.HIGHEST) * options.scale
+        if kv_pages.scales is not None:
+            kv_scales = kv_pages.scales[page_ids].reshape(b, pages, hkv, 2, page_size)
+            kv_scales = kv_scales.transpose(0, 2, 3, 1, 4).reshape(b, hkv, 2, 1, run)
+            s = s * kv_scales[:, :, 0]
+        if options.soft_cap is not None:
+            s = options.soft_cap * jnp.tanh(s / options.soft_cap)
+
+        # The run is split in two axes of at most 32: XLA's CPU compiler turns a longer sum into a tree of kernels.
+        split = (b, hkv, m, g, pages, page_size)
+        visible = visible.reshape(b, 1, m, 1, pages, page_size)
+        s = jnp.where(visible, s.reshape(split), _MASKED)
+        new_top = jnp.maximum(top, jnp.max(s, axis=(-2, -1)))
+        # Masked scores give 0 once a query has seen a key. Before, `top` is as low as they are and they give 1; V is 0
+        # there, and the first key seen brings a `decay` of 0 that wipes out `total`.
+        p = jnp.exp(s - new_top[..., None, None])
+        decay = jnp.exp(top - new_top)
+        total = total * decay + jnp.sum(p, axis=(-2, -1))
+        p = p.reshape(b, hkv, m * g, run)
+        if kv_pages.scales is not None:
+            p = p * jnp.where(seen[:, None, None], kv_scales[:, :, 1], 0.0)
+        pv = jnp.einsum("bhmk,bhkd->bhmd", p, v, precision=lax.Precision.HIGHEST)
+        return new_top, total, acc * decay[..., None] + pv.reshape(acc.shape)
+
+    state = (b, hkv, m, g)
+    if sinks is None:
+        top, total = jnp.full(state, _MASKED, jnp.float32), jnp.zeros(state, jnp.float32)
+    else:
+        # A sink is a logit without a value: as if one key with that score had been seen before the first page.
+        top, total = jnp.broadcast_to(sinks.reshape(hkv, 1, g), state), jnp.ones(state, jnp.float32)
+    top, total, acc = lax.fori_loop(first_run, last_run, trip, (top, total, jnp.zeros((*state, d), jnp.float32)))
+
+    out = (acc / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(b, m, hq, d)
+    lse = (top + jnp.log(total)).transpose(0, 2, 1, 3).reshape(b, m, hq) if with_lse else None
+    return out, lse
+
+
+@partial(jax.jit, static_argnames=("options", "with_lse"))
+def _attend(q, kv_pages, page_table, kv_lens, cu_q_lens, work: XLAWork, sinks, *, options, with_lse):
+    num_tokens, hq, d = q.shape
+    blocks = work.blocks
+    walk = partial(
+        _walk, kv_pages=kv_pages, page_table=page_table, sinks=sinks, options=options, with_lse=with_lse
+    )
+    num_q = cu_q_lens[1:] - cu_q_lens[:-1]
+
+    def emit(carry, tokens, live, item_out, item_lse):
+        out, lse = carry
+        tokens = jnp.where(live, tokens, num_tokens)  # out of range, and so dropped
+        out = out.at[tokens].set(item_out.astype(out.dtype), mode="drop")
+        return out, lse.at[tokens].set(item_lse, mode="drop") if with_lse else None
+
+    def decode(i, carry):
+        at = i * blocks.decode_rows
+        rows = lax.dynamic_slice(work.decode_rows, (at,), (blocks.decode_rows,))
+        live = at + jnp.arange(blocks.decode_rows, dtype=jnp.int32) < work.num_decode_rows
+        tokens = jnp.where(live, cu_q_lens[rows], 0)
+        item_out, item_lse = walk(
+            q[tokens][:, None], rows, kv_lens[rows] - 1, live.astype(jnp.int32), pages=blocks.decode_pages
+        )
+        return emit(carry, tokens[:, None], live[:, None], item_out, item_lse)
+
+    def prefill(i, carry):
+        at = i * blocks.prefill_items
+        rows = lax.dynamic_slice(work.item_rows, (at,), (blocks.prefill_items,))
+        offsets = lax.dynamic_slice(work.item_offsets, (at,), (blocks.prefill_items,))
+        live = at + jnp.arange(blocks.prefill_items, dtype=jnp.int32) < work.num_items
+        count = jnp.where(live, jnp.clip(num_q[rows] - offsets, 0, blocks.block_q), 0)
+        q_ids = jnp.arange(blocks.block_q, dtype=jnp.int32)
+        tokens = jnp.minimum((cu_q_lens[rows] + offsets)[:, None] + q_ids, num_tokens - 1)
+        first = kv_lens[rows] - num_q[rows] + offsets
+        item_out, item_lse = walk(q[tokens], rows, first, count, pages=blocks.prefill_pages)
+        return emit(carry, tokens, q_ids < count[:, None], item_out, item_lse)
+
+    carry = jnp.zeros((num_tokens, hq, d), q.dtype), None
+    if with_lse:
+        carry = carry[0], jnp.full((num_tokens, hq), -jnp.inf, jnp.float32)
+    carry = lax.fori_loop(0, -(-work.num_decode_rows // blocks.decode_rows), decode, carry)
+    if num_tokens > 1:  # a single token is a decode row
+        carry = lax.fori_loop(0, -(-work.num_items // blocks.prefill_items), prefill, carry)
+    return carry
+
+
+def paged_attention_xla(
+    q: Float[Array, "T Hq D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    sinks: Float32[Array, " Hq"] | None,
+    options: AttentionOptions,
+    with_lse: bool,
+) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
+    """The XLA implementation of `paged_attention`; `meta.work` must be an `XLAWork`."""
+    with jax.named_scope("paged_attention"):
+        return _attend(
+            q,
+            kv_pages,
+            meta.page_table,
+            meta.kv_lens,
+            meta.cu_q_lens,
+            meta.work,
+            sinks,
+            options=options,
+            with_lse=with_lse,
+        )

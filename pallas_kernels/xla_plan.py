@@ -1,0 +1,103 @@
+"""The XLA implementation's schedule: which rows and query blocks a step holds, made once and shared by all layers."""
+
+from dataclasses import dataclass, field
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from .metadata import PagedMetadata
+
+
+@dataclass(frozen=True)
+class XLABlocks:
+    """Static tile sizes. One trip of a loop handles several rows or query blocks and one run of KV tokens.
+
+    Attributes:
+      decode_rows: rows with one query token a trip.
+      block_q: query tokens of a prefill item.
+      prefill_items: prefill items a trip.
+      decode_pages: pages of KV a trip, for decode rows.
+      prefill_pages: pages of KV a trip, for prefill items.
+    """
+
+    decode_rows: int
+    block_q: int
+    prefill_items: int
+    decode_pages: int
+    prefill_pages: int
+
+
+def choose_blocks(platform: str, page_size: int, num_tokens: int, num_rows: int) -> XLABlocks:
+    """A heuristic for the tile sizes: small tiles that stay in a CPU's cache, large ones that fill an accelerator."""
+    if platform == "cpu":
+        decode_rows, block_q, items, decode_tokens, prefill_tokens = 8, 64, 1, 128, 128
+    else:
+        decode_rows, block_q, items, decode_tokens, prefill_tokens = 64, 64, 16, 512, 512
+    return XLABlocks(
+        decode_rows=min(decode_rows, num_rows, num_tokens),
+        block_q=min(block_q, num_tokens),
+        prefill_items=items,
+        decode_pages=max(1, decode_tokens // page_size),
+        prefill_pages=max(1, prefill_tokens // page_size),
+    )
+
+
+@no_type_check  # trees are also made of placeholders, which have no shape
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class XLAWork:
+    """Rows with one query token, and (row, query block) items of the others.
+
+    Attributes:
+      decode_rows: row ids, those with one query token first and of these the longest first, so that the rows of a
+        trip are of like lengths; padded to whole trips.
+      num_decode_rows: how many of them are live.
+      item_rows: row of each prefill item, in the order of their tokens; padded to whole trips.
+      item_offsets: the item's first query token, counted within its row.
+      num_items: how many of them are live.
+      blocks: static.
+    """
+
+    decode_rows: Int32[Array, " R"]
+    num_decode_rows: Int32[Array, ""]
+    item_rows: Int32[Array, " I"]
+    item_offsets: Int32[Array, " I"]
+    num_items: Int32[Array, ""]
+    blocks: XLABlocks = field(metadata={"static": True})
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def plan_xla(meta: PagedMetadata, page_size: int, platform: str) -> XLAWork:
+    """Makes the work list from the rows' query lengths; all sizes are static, all counts are data.
+
+    The split follows `q_lens` alone, so a row is computed alike whatever stands beside it.
+    """
+    num_rows, num_tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
+    blocks = choose_blocks(platform, page_size, num_tokens, num_rows)
+    live = jnp.arange(num_rows, dtype=jnp.int32) < meta.num_seqs
+    q_lens = jnp.where(live, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0)
+
+    is_decode = q_lens == 1
+    order = jnp.argsort(jnp.where(is_decode, -meta.kv_lens, 1)).astype(jnp.int32)
+    padding = _round_up(num_rows, blocks.decode_rows) - num_rows
+
+    # A row of q tokens has ceil(q / block_q) items, less than q / block_q + 1, and only rows of 2 or more have any.
+    capacity = num_tokens // blocks.block_q + min(num_rows, num_tokens // 2)
+    items = jnp.arange(max(blocks.prefill_items, _round_up(capacity, blocks.prefill_items)), dtype=jnp.int32)
+    row_items = jnp.where(q_lens > 1, -(-q_lens // blocks.block_q), 0)
+    ends = jnp.cumsum(row_items, dtype=jnp.int32)
+    item_rows = jnp.sum(ends[None, :] <= items[:, None], axis=1, dtype=jnp.int32)
+    item_rows = jnp.minimum(item_rows, num_rows - 1)
+    return XLAWork(
+        decode_rows=jnp.pad(order, (0, padding)),
+        num_decode_rows=jnp.sum(is_decode, dtype=jnp.int32),
+        item_rows=item_rows,
+        item_offsets=(items - (ends - row_items)[item_rows]) * blocks.block_q,
+        num_items=ends[-1],
+        blocks=blocks,
+    )

@@ -1,0 +1,66 @@
+"""`jpaged info` against the engine that it foretells, and `jpaged fetch`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SMALL
+
+
+def test_the_engine_is_as_foretold(jpaged, tiny_folder: Path) -> None:
+    from jpaged import LLM
+
+    small = ("--num-pages", "65", "--max-model-len", "256", "--page-size", "8")
+    report = json.loads(jpaged("info", tiny_folder, "--json", *small).stdout)
+    engine = LLM(tiny_folder, num_pages=65, max_model_len=256, page_size=8).engine
+    plan, here = engine.pool_plan, report["here"]
+    assert (here["num_pages"], here["page_size"]) == (plan.num_pages, plan.page_size) == (65, 8)
+    assert (here["pool_bytes"], here["num_tokens"]) == (plan.pool_bytes, plan.token_capacity)
+    assert here["max_model_len"] == plan.max_model_len == 256
+    assert here["attention"] == engine.implementation
+    assert report["kv_bytes_per_page"][here["dtype"]] == plan.bytes_per_page
+
+
+def test_bytes_of_weights_and_pages(jpaged, tiny_folder: Path) -> None:
+    from jpaged.models import load_config
+
+    report = json.loads(jpaged("info", tiny_folder, "--json").stdout)
+    count = load_config(tiny_folder).num_parameters
+    assert report["num_parameters"] == count
+    assert report["weight_bytes"] == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count}
+    values = 2 * 2 * 2 * 8  # K and V, layers, heads, width
+    assert report["kv_bytes_per_token"]["float32"] == 4 * values
+    assert report["kv_bytes_per_token"]["int8"] == values + 2 * 2 * 2 * 4  # and a scale for each head of K and V
+    assert report["kv_bytes_per_page"]["bfloat16"] == 16 * 2 * values
+
+
+def test_weights_are_not_read(jpaged, tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    result = jpaged("info", tmp_path, "--num-pages", "65")
+    assert result.exit_code == 0
+    assert "64 and the null page" in result.stdout
+    assert "vocab_size" in result.stdout
+    assert "xla" in result.stdout
+
+
+def test_what_no_pool_can_hold_is_refused(jpaged, tiny_folder: Path) -> None:
+    result = jpaged("info", tiny_folder, "--num-pages", "9", "--max-model-len", "256")
+    assert result.exit_code == 2
+    assert "128 tokens" in result.stderr
+
+
+def test_fetch_prints_a_path(jpaged, tiny_folder: Path) -> None:
+    result = jpaged("fetch", tiny_folder)
+    assert (result.exit_code, result.stdout) == (0, f"{tiny_folder}\n")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "no-such-dtype"])
+def test_weights_of_an_unknown_dtype_are_refused(jpaged, tiny_folder: Path, dtype: str) -> None:
+    for args in (("info", tiny_folder), ("generate", "x", "--model", tiny_folder, *SMALL)):
+        result = jpaged(*args, "--dtype", dtype)
+        assert result.exit_code == 1
+        assert dtype in result.stderr
+        assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,103 @@
+"""Settings: what is refused, and which step shapes follow from them."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, StepShape, default_token_buckets
+from jpaged.errors import ConfigError
+
+SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: CacheConfig(page_size=12), "page_size is 12, expected a multiple of 8"),
+        (lambda: CacheConfig(page_size=0), "page_size is 0"),
+        (lambda: CacheConfig(page_size=-8), "page_size is -8"),
+        (lambda: CacheConfig(page_size=16.0), "page_size is 16.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: CacheConfig(num_pages=1), "num_pages is 1, expected at least 2"),
+        (lambda: CacheConfig(num_pages=True), "num_pages is True"),
+        (lambda: CacheConfig(memory_fraction=0), r"memory_fraction is 0, expected a number in \(0, 1\]"),
+        (lambda: CacheConfig(memory_fraction=1.5), "memory_fraction is 1.5"),
+        (lambda: CacheConfig(memory_fraction=float("nan")), "memory_fraction is nan"),
+        (lambda: CacheConfig(memory_fraction=True), "memory_fraction is True"),
+        (lambda: CacheConfig(dtype="float64"), "dtype is 'float64', expected one of float32, .*int8, or None"),
+        (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs is 0, expected an integer of at least 1"),
+        (lambda: SchedulerConfig(max_num_seqs=True), "max_num_seqs is True"),
+        (lambda: SchedulerConfig(max_num_batched_tokens=0), "max_num_batched_tokens is 0"),
+        (
+            lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7),
+            r"is 7, expected at least max_num_seqs \(8\)",
+        ),
+        (lambda: SchedulerConfig(max_model_len=1), "max_model_len is 1, expected an integer of at least 2"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=[]), r"token_buckets is \(\), expected ascending"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=[8]), "the last at least 16"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 8]), r"token_buckets is \(16, 8\)"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 16]), r"token_buckets is \(16, 16\)"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=[0, 16]), r"token_buckets is \(0, 16\)"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets=16), "token_buckets is 16, expected a list"),
+        (lambda: EngineConfig(scheduler=SMALL, token_buckets="16"), "token_buckets is .*expected ascending integers"),
+        (lambda: EngineConfig(page_buckets=[2.0]), r"page_buckets is \(2.0,\)"),
+        (lambda: EngineConfig(max_logprobs=-1), "max_logprobs is -1, expected >= 0"),
+        (lambda: EngineConfig(warmup="never"), 'warmup is \'never\', expected "eager" or "lazy"'),
+        (lambda: EngineConfig(recompile="ignore"), 'recompile is \'ignore\', expected "warn" or "error"'),
+    ],
+)
+def test_refuses(make, match):
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    assert config.step_shapes(2048)[-1] == StepShape(512, 32, 128)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_logprobs = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_buckets_are_kept_as_given():
+    config = EngineConfig(scheduler=SMALL, token_buckets=[2, 16], page_buckets=[1, 4])
+    assert (config.token_buckets, config.page_buckets) == ((2, 16), (1, 4))
+    assert [str(shape) for shape in config.step_shapes(64)] == ["T2 S2 P1", "T2 S2 P4", "T16 S4 P1", "T16 S4 P4"]
+
+
+def test_page_buckets_must_hold_the_longest_sequence():
+    config = EngineConfig(scheduler=SMALL, page_buckets=[1, 4])
+    assert config.step_shapes(64)[-1].pages_per_row == 4
+    with pytest.raises(ConfigError, match=r"page_buckets is \(1, 4\), expected a last entry of at least 5 pages"):
+        config.step_shapes(65)
+
+
+@settings(deadline=None, database=None, max_examples=50)
+@given(seqs=st.integers(1, 300), more=st.integers(0, 9000))
+def test_default_token_buckets_waste_at_most_three_quarters(seqs, more):
+    buckets = default_token_buckets(seqs, seqs + more)
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[0] == 1
+    assert buckets[-1] == seqs + more
+    assert seqs in buckets  # a step in which everybody decodes is not padded
+    assert all(large <= 4 * small for small, large in itertools.pairwise(buckets))
+
+
+@settings(deadline=None, database=None, max_examples=50)
+@given(
+    seqs=st.integers(1, 64),
+    more=st.integers(0, 500),
+    max_model_len=st.integers(2, 4096),
+    num_tokens=st.integers(1, 564),
+    num_rows=st.integers(1, 64),
+)
+def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows):
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=seqs + more))
+    shapes = config.step_shapes(max_model_len)
+    assert list(shapes) == sorted(shapes, key=lambda s: (s.num_tokens, s.num_rows, s.pages_per_row))
+    num_tokens = min(num_tokens, seqs + more)
+    num_rows = min(num_rows, seqs, num_tokens)  # each row has at least one token
+    shape = next(shape for shape in shapes if shape.num_tokens >= num_tokens)
+    assert shape.num_rows >= num_rows
+    assert shape.pages_per_row * config.cache.page_size >= max_model_len

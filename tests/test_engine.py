@@ -1,0 +1,402 @@
+"""The engine's promises: same answer however it was computed, no page leaked, no request harmed by another."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.engine import Engine
+from jpaged.errors import ConfigError, PromptTooLongError, RecompileError, RequestError
+from jpaged.request import SamplingParams
+from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
+
+PAGE = 8
+PROMPTS = [[1, 2, 3], [9] * 17, list(range(20, 36)), [40], [5, 4, 3, 2, 1, 0, 7, 7, 7]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [greedy_without_cache(model, prompt, 12) for prompt in PROMPTS]
+
+
+def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, **options) -> Engine:
+    config = EngineConfig(
+        cache=CacheConfig(page_size=PAGE, num_pages=num_pages),
+        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length),
+        check_invariants=True,
+        compilation_cache=False,
+        **{"token_buckets": (seqs, budget), **options},
+    )
+    return Engine(model, config)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """One engine for all tests that leave it idle; compiled once."""
+    return make_engine(model)
+
+
+@pytest.fixture(scope="module")
+def small_engine(model):
+    """A pool so small that running sequences push each other out."""
+    return make_engine(model, num_pages=8, length=48)
+
+
+@pytest.fixture(scope="module")
+def narrow_engine(model):
+    """Two rows and five tokens a step: every prompt comes in chunks."""
+    return make_engine(model, seqs=2, budget=5, token_buckets=(2, 5))
+
+
+def serve(engine: Engine, requests, *, at_once: bool = True) -> list:
+    """Outputs in order of the requests; checks the page accounting after each step."""
+    done = {}
+    for index, (prompt, params) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}")
+        while not at_once and engine.has_work:
+            done.update((output.request_id, output) for output in engine.step())
+    while engine.has_work:
+        done.update((output.request_id, output) for output in engine.step())
+        stats = engine.stats()
+        assert stats.pages_free + stats.now.pages_used + 1 == stats.num_pages
+    assert engine.stats().now.pages_used == 0
+    return [done[f"r{index}"] for index in range(len(requests))]
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_ahead": False},
+        {"seqs": 1, "token_buckets": (32,)},
+        {"token_buckets": (4, 64), "page_buckets": (2, 16)},
+    ],
+    ids=["in-turn", "one-row", "more-buckets"],
+)
+def test_paged_equals_dense_whatever_the_settings(model, expected, options):
+    outputs = serve(make_engine(model, **options), [(prompt, GREEDY) for prompt in PROMPTS])
+    assert tokens_of(outputs) == expected
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["batched", "alone"])
+@pytest.mark.parametrize("which", ["engine", "narrow_engine"])
+def test_paged_equals_dense(request, expected, which, at_once):
+    outputs = serve(request.getfixturevalue(which), [(prompt, GREEDY) for prompt in PROMPTS], at_once=at_once)
+    assert tokens_of(outputs) == expected
+    assert all(output.finish_reason == "length" and output.text == "" for output in outputs)
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_preempted_equals_undisturbed(small_engine, expected, run_ahead, monkeypatch):
+    monkeypatch.setattr(small_engine, "config", replace(small_engine.config, run_ahead=run_ahead))
+    before = small_engine.stats().num_preemptions
+    outputs = serve(small_engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    preemptions = small_engine.stats().num_preemptions - before
+    assert preemptions == sum(output.num_preemptions for output in outputs) > 0
+    assert tokens_of(outputs) == expected
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.5,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={3: 1.0, 7: -2.0},
+        seed=seed,
+        max_tokens=12,
+        min_tokens=3,
+        ignore_eos=True,
+    )
+
+
+def test_sampling_depends_on_seed_and_position_only(engine, narrow_engine, small_engine):
+    requests = [(prompt, sampled(seed)) for seed, prompt in enumerate(PROMPTS)]
+    alone = tokens_of(serve(engine, requests, at_once=False))
+    together = tokens_of(serve(engine, requests))
+    chunked = tokens_of(serve(narrow_engine, requests))
+    before = small_engine.stats().num_preemptions
+    preempted = tokens_of(serve(small_engine, requests))
+    assert small_engine.stats().num_preemptions > before
+    assert alone == together == chunked == preempted
+    other = tokens_of(serve(engine, [(prompt, sampled(99)) for prompt in PROMPTS]))
+    assert other != alone
+
+
+def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(model):
+    params = SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True)
+    first, second = (tokens_of(serve(make_engine(model), [([1, 2], params)] * 3)) for _ in range(2))
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_stops_at_stop_token_ids_and_eos(model, engine, expected):
+    third = expected[0][2]
+    first_at = expected[0].index(third)
+    by_id = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[third])
+    assert engine.eos_token_ids == ()
+    (output,) = serve(engine, [(PROMPTS[0], by_id)])
+    assert list(output.token_ids) == expected[0][: first_at + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", third)
+
+    engine = Engine(model, engine.config, eos_token_ids=[third])
+    plain, ignoring = serve(engine, [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12)), (PROMPTS[0], GREEDY)])
+    assert (plain.finish_reason, plain.stop_reason) == ("stop", None)
+    assert list(plain.token_ids) == expected[0][: first_at + 1]
+    assert list(ignoring.token_ids) == expected[0]
+
+
+def test_min_tokens_keeps_stop_ids_from_being_sampled(engine, expected):
+    first = expected[0][0]
+    params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=5, stop_token_ids=[first])
+    (output,) = serve(engine, [(PROMPTS[0], params)])
+    assert first not in output.token_ids[:5]
+    assert len(output.token_ids) > 5
+
+
+def test_max_tokens_none_goes_on_to_the_limit(model):
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    (output,) = serve(make_engine(model, length=24), [([1, 2, 3], params)])
+    assert len(output.token_ids) == 21
+    assert output.finish_reason == "length"
+
+
+def test_logprobs_equal_the_dense_model(model, narrow_engine, expected):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    requests = [(prompt, params if index % 2 == 0 else GREEDY) for index, prompt in enumerate(PROMPTS)]
+    outputs = serve(narrow_engine, requests)
+    for index, output in enumerate(outputs):
+        if index % 2:
+            assert output.logprobs is None
+            assert output.prompt_logprobs is None
+            continue
+        whole = PROMPTS[index] + expected[index]
+        dense = np.asarray(jax.nn.log_softmax(dense_logits(model, whole)))
+        assert output.prompt_logprobs[0] is None
+        entries = [*output.prompt_logprobs[1:], *output.logprobs]
+        assert len(entries) == len(whole) - 1
+        for position, entry in enumerate(entries):
+            assert entry.token_id == whole[position + 1]
+            # Two f32 orders of summation over 32-wide layers; log-probabilities are of order 5.
+            assert entry.logprob == pytest.approx(dense[position, entry.token_id], abs=2e-5)
+            k = 2 if position < len(PROMPTS[index]) - 1 else 3
+            best = np.argsort(-dense[position])[:k]
+            assert [token for token, _ in entry.top] == best.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(dense[position, best], abs=2e-5)
+
+
+def test_scores_a_prompt_without_output(model):
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (output,) = serve(make_engine(model, length=17), [(PROMPTS[1], params)])
+    assert output.token_ids == ()
+    assert len(output.prompt_logprobs) == 17
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_abort_frees_everything_and_leaves_the_others_alone(small_engine, expected, steps):
+    engine = small_engine
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(prompt, GREEDY, request_id=f"{index}")
+    done = {}
+    for _ in range(steps):
+        done.update((output.request_id, output) for output in engine.step())
+    aborted = engine.abort("1")
+    assert aborted.finish_reason == "abort"
+    assert list(aborted.token_ids) == expected[1][: len(aborted.token_ids)]
+    assert engine.abort("1") is None
+    assert "1" not in engine.page_map()
+    while engine.has_work:
+        done.update((output.request_id, output) for output in engine.step())
+    assert {key: list(output.token_ids) for key, output in done.items()} == {
+        f"{index}": expected[index] for index in (0, 2, 3, 4)
+    }
+    assert engine.stats().now.pages_used == 0
+
+
+def test_nan_ends_one_request_and_does_not_leak():
+    bad = [1, 63, 2]
+    # The tied head would give NaN for token 63 everywhere, so give the model a head of its own.
+    untied = tiny_llama(tie_word_embeddings=False)
+    untied.embed[...] = untied.embed[...].at[63].set(jnp.nan)
+    clean = tokens_of(serve(make_engine(untied), [(prompt, GREEDY) for prompt in PROMPTS]))
+    engine = make_engine(untied)
+    outputs = serve(engine, [(PROMPTS[0], GREEDY), (bad, GREEDY), *((prompt, GREEDY) for prompt in PROMPTS[1:])])
+    assert outputs[1].finish_reason == "error"
+    assert "NaN" in outputs[1].error
+    assert tokens_of([outputs[0], *outputs[2:]]) == clean
+    # Its pages are reused by others now: stale NaN must not reach them.
+    assert tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])) == clean
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "empty"),
+        ([1, 64], GREEDY, r"token id 64.*\[0, 64\)"),
+        ([-1], GREEDY, "token id -1"),
+        ([1.5], GREEDY, "list of token ids"),
+        ([True], GREEDY, "list of token ids"),
+        (None, GREEDY, "list of token ids"),
+        ([1] * 128, GREEDY, "128 tokens"),
+        ([1] * 120, GREEDY, "lower max_tokens"),
+        ("text", GREEDY, "no tokenizer"),
+        ([1], SamplingParams(stop="x"), "tokenizer"),
+        ([1], SamplingParams(logprobs=21), "at most 20"),
+        ([1], SamplingParams(prompt_logprobs=21), "at most 20"),
+        ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias holds token id 64"),
+        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids holds token id 64"),
+        ([1], {"temperature": 0}, "expected SamplingParams"),
+    ],
+)
+def test_bad_requests_are_refused_at_the_door(engine, expected, prompt, params, message):
+    engine.add(PROMPTS[0], GREEDY)
+    with pytest.raises(RequestError, match=message):
+        engine.add(prompt, params)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert tokens_of(outputs) == [expected[0]]
+    assert engine.stats().now.pages_used == 0
+
+
+def test_a_prompt_longer_than_the_pool_is_refused(model, small_engine):
+    with pytest.raises(PromptTooLongError, match="48"):
+        small_engine.add([1] * 60, GREEDY)
+    with pytest.raises(ConfigError, match="holds 24 tokens"):
+        make_engine(model, num_pages=4, length=25)
+
+
+def test_duplicate_request_id_is_refused(engine):
+    engine.add([1], GREEDY, request_id="a")
+    with pytest.raises(RequestError, match="'a'"):
+        engine.add([2], GREEDY, request_id="a")
+    engine.abort("a")
+
+
+def test_a_mix_of_everything_compiles_nothing_after_warm_up(model):
+    engine = make_engine(model, token_buckets=(1, 32), recompile="error")
+    shapes = []
+    engine.warm_up(lambda shape, seconds: shapes.append(shape))
+    assert shapes == list(engine.step_shapes)
+    requests = [(prompt, sampled(1)) for prompt in PROMPTS]
+    requests += [(prompt, GREEDY) for prompt in PROMPTS]
+    requests += [(PROMPTS[1], SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=20, min_tokens=1))]
+    serve(engine, requests)
+    assert engine.stats().num_compilations == len(engine.step_shapes)
+
+
+def test_a_late_shape_is_an_error_or_a_warning(model, caplog):
+    engine = make_engine(model, recompile="error")
+    engine._runner.mark_warm()
+    engine.add([1], GREEDY)
+    with pytest.raises(RecompileError, match="T4 S4"):
+        engine.step()
+    engine = make_engine(model)
+    engine._runner.mark_warm()
+    serve(engine, [([1], GREEDY)])
+    assert "compiles late" in caplog.text
+
+
+def test_the_compiled_step_copies_no_pool(model):
+    engine = make_engine(model, num_pages=61)
+    pool = engine._kv_pages[0].data
+    shape = ",".join(map(str, pool.shape))
+    for step_shape in engine.step_shapes:
+        compiled = engine.lower_step(step_shape).compile()
+        copies = re.findall(rf"= f32\[{shape}\]\S* copy\(.*", compiled.as_text())
+        assert copies == []
+        # Pages and sampler state are aliased to outputs, so no second pool exists while the step runs.
+        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pool.nbytes
+
+
+def test_update_weights_changes_the_answers_without_a_recompile(model, expected):
+    engine = make_engine(model)
+    other = tiny_llama(seed=1)
+    serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    compiled = engine.stats().num_compilations
+    engine.update_weights(other)
+    outputs = serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    assert tokens_of(outputs) == [greedy_without_cache(other, prompt, 12) for prompt in PROMPTS]
+    engine.update_weights(nnx.state(model))
+    assert tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])) == expected
+    assert engine.stats().num_compilations == compiled
+    with pytest.raises(ConfigError, match="structure"):
+        engine.update_weights(tiny_llama(num_hidden_layers=1))
+    with pytest.raises(ConfigError, match=r"embed.*expected float32\[64, 32\]"):
+        engine.update_weights(tiny_llama(vocab_size=65))
+
+
+def test_a_failed_step_stops_the_engine_and_says_so(model, monkeypatch):
+    engine = make_engine(model)
+    engine.add([1], GREEDY)
+
+    def fail(*args):
+        raise ValueError("device lost")
+
+    monkeypatch.setattr(engine._runner, "run", fail)
+    with pytest.raises(ValueError, match="device lost"):
+        engine.step()
+    with pytest.raises(RuntimeError, match=r"device lost.*make a new Engine"):
+        engine.add([1], GREEDY)
+    with pytest.raises(RuntimeError, match="make a new Engine"):
+        engine.step()
+
+
+def test_streaming_requests_give_each_token(engine, expected):
+    engine.add(PROMPTS[0], GREEDY, request_id="s", stream=True)
+    engine.add(PROMPTS[1], GREEDY, request_id="w")
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    streamed = [list(o.token_ids) for o in outputs if o.request_id == "s"]
+    assert streamed == [expected[0][:n] for n in range(1, 13)]
+    assert [o.request_id for o in outputs if o.finished] == ["s", "w"]
+    assert sum(o.request_id == "w" for o in outputs) == 1
+
+
+def test_stats_count_what_happened(engine):
+    before = engine.stats()
+    serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_running) == (0, 0)
+    assert stats.num_requests - before.num_requests == 5
+    assert stats.num_finished - before.num_finished == 5
+    assert stats.num_generated_tokens - before.num_generated_tokens == 60
+    assert stats.num_step_tokens - before.num_step_tokens == sum(map(len, PROMPTS)) + 5 * 11
+    assert stats.peak.pages_used <= stats.num_pages - 1
+    assert 0 < stats.mean_wasted_fraction < 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_other_page_dtypes_serve(model, expected, dtype):
+    config = EngineConfig(
+        cache=CacheConfig(page_size=PAGE, num_pages=64, dtype=dtype),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64),
+        compilation_cache=False,
+        token_buckets=(4, 32),
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+    (output,) = serve(Engine(model, config), [(PROMPTS[2], params)])
+    dense = np.asarray(jax.nn.log_softmax(dense_logits(model, PROMPTS[2])))
+    exact = [dense[i, token] for i, token in enumerate(PROMPTS[2][1:])]
+    error = max(abs(entry.logprob - value) for entry, value in zip(output.prompt_logprobs[1:], exact, strict=True))
+    # Rounding of K and V: 2^-9 (bf16), 2^-8 (int8 of the row's largest), 2^-4 (e4m3), times values of order 1.
+    assert error < {"bfloat16": 0.02, "int8": 0.02, "float8_e4m3fn": 0.2}[dtype]
+    assert error > 0

@@ -1,0 +1,201 @@
+"""jpaged against Hugging Face transformers in float32: the default model, and a small random one for each branch.
+
+The values are in tests/golden/*.json, made by scripts/make_golden.py, which says how. Tokens must be equal; logits and
+log-probabilities must be within 1e-3 (and are asked to be far nearer for the small models, to see an epsilon).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.golden import tiny_models
+
+GOLDEN = Path(__file__).parent / "golden"
+SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())
+TINY = {entry["name"]: entry for entry in json.loads((GOLDEN / "tiny.json").read_text())["models"]}
+PROMPTS = SMOLLM2["prompts"]
+ATOL = 1e-3
+TINY_ATOL = 1e-4
+
+
+def near(got: Any, want: Any, atol: float, what: str) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=what)
+
+
+def whole(entry: dict[str, Any]) -> list[int]:
+    """Prompt and output but the last token: the token at position i + 1 was chosen from the logits at i."""
+    return entry["token_ids"] + entry["output_token_ids"][:-1]
+
+
+def test_the_golden_values_cover_what_they_promise() -> None:
+    kinds = [entry["kind"] for entry in PROMPTS]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"long": 4, "multibyte": 4, "multiturn": 4, "short": 12}
+    assert all(len(entry["token_ids"]) > 1500 for entry in PROMPTS if entry["kind"] == "long")
+    assert all(len(entry["output_token_ids"]) == len(entry["top_ids"]) == 64 for entry in PROMPTS)
+    assert min(len(entry["token_ids"]) for entry in PROMPTS) == 1
+    assert list(TINY) == list(tiny_models.VARIANTS)
+    # A token is only evidence if float32 can tell it from the second.
+    assert SMOLLM2["smallest_gaps"][0][0] > 2 * SMOLLM2["provenance"]["float32_noise"]
+
+
+# --- the default model ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def model(smollm2_path):
+    from jpaged.models import load_model
+
+    return load_model(smollm2_path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def llm(model, smollm2_path):
+    """All 24 requests at once: rows of 1 to 1,602 tokens, prompts cut into chunks."""
+    from jpaged import LLM, CacheConfig, EngineConfig, SchedulerConfig
+
+    config = EngineConfig(
+        cache=CacheConfig(num_pages=600),
+        scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=512, max_model_len=1664),
+        token_buckets=(24, 512),
+        check_invariants=True,
+    )
+    return LLM(model, tokenizer=smollm2_path, config=config, progress=False)
+
+
+@pytest.fixture(scope="module")
+def outputs(llm):
+    from jpaged import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=5)
+    return llm.generate([entry["token_ids"] for entry in PROMPTS], params)
+
+
+@pytest.fixture(scope="module")
+def forced_logits(model) -> dict[str, np.ndarray]:
+    """Logits [64, V] of each prompt's output, by dense causal attention over prompt and golden tokens.
+
+    Long prompts have a row each; the others share one as segments.
+    """
+    import jax.numpy as jnp
+    from flax import nnx
+
+    run = nnx.jit(lambda model, tokens, segments: model.causal_logits(tokens, segment_ids=segments)[0])
+    groups = [[entry] for entry in PROMPTS if entry["kind"] == "long"]
+    groups.append([entry for entry in PROMPTS if entry["kind"] != "long"])
+    longest = max(len(whole(entry)) for group in groups[:-1] for entry in group)
+    logits = {}
+    for group in groups:
+        tokens = [token for entry in group for token in whole(entry)]
+        segments = [index for index, entry in enumerate(group) for _ in whole(entry)]
+        padding = max(0, longest - len(tokens))
+        row = jnp.array([tokens + [0] * padding], jnp.int32)
+        made = np.asarray(run(model, row, jnp.array([segments + [-1] * padding], jnp.int32)))
+        end = 0
+        for entry in group:
+            end += len(whole(entry))
+            logits[entry["name"]] = made[end - len(entry["output_token_ids"]) : end].copy()
+    return logits
+
+
+def test_dense_logits_equal_transformers(forced_logits) -> None:
+    for entry in PROMPTS:
+        logits = forced_logits[entry["name"]]
+        near(np.take_along_axis(logits, np.array(entry["top_ids"]), 1), entry["top_logits"], ATOL, entry["name"])
+        sample = logits[SMOLLM2["sample_positions"]][:, SMOLLM2["sample_ids"]]
+        near(sample, entry["sample_logits"], ATOL, entry["name"])
+        assert logits.argmax(1).tolist() == entry["output_token_ids"], entry["name"]
+
+
+def test_tokenizer_and_chat_template_equal_transformers(llm) -> None:
+    for entry in PROMPTS:
+        assert list(llm.tokenizer.encode(entry["text"])) == entry["token_ids"], entry["name"]
+        assert llm.tokenizer.decode(entry["token_ids"], skip_special_tokens=False) == entry["text"], entry["name"]
+        if "messages" in entry:
+            assert llm.tokenizer.apply_chat_template(entry["messages"]) == entry["text"], entry["name"]
+
+
+def test_tokens_of_one_batch_equal_transformers(outputs) -> None:
+    wrong = {}
+    for entry, output in zip(PROMPTS, outputs, strict=True):
+        assert output.finish_reason == "length"
+        if list(output.token_ids) != entry["output_token_ids"]:
+            pairs = zip(output.token_ids, entry["output_token_ids"], strict=True)
+            first = next(i for i, (got, want) in enumerate(pairs) if got != want)
+            wrong[entry["name"]] = f"differs from token {first} on, where the golden gap is {entry['gaps'][first]}"
+    assert not wrong
+
+
+def test_top_logprobs_equal_transformers(outputs) -> None:
+    for entry, output in zip(PROMPTS, outputs, strict=True):
+        want = np.array(entry["top_logits"]) - np.array(entry["log_normalizer"])[:, None]
+        for position, (got, ids, values) in enumerate(zip(output.logprobs, entry["top_ids"], want, strict=True)):
+            what = f"{entry['name']}, token {position}"
+            assert got.token_id == ids[0], what
+            near(got.logprob, values[0], ATOL, what)
+            # The n-th largest value is as stable as the values are, the id that has it is not: ids may swap in a tie.
+            near([logprob for _, logprob in got.top], values, ATOL, what)
+            golden = dict(zip(ids, values, strict=True))
+            for token, logprob in got.top:
+                near(logprob, golden.get(token, values[-1]), ATOL, f"{what}, id {token}")
+
+
+def test_scores_equal_transformers(llm) -> None:
+    want = SMOLLM2["score"]
+    (score,) = llm.score([want["text"]])
+    assert list(score.token_ids) == want["token_ids"]
+    near(score.logprobs, want["logprobs"][1:], ATOL, "score")
+    assert score.perplexity == pytest.approx(want["perplexity"], rel=1e-4)
+
+
+# --- small random models ----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=list(TINY))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The golden entry, and the model read from a folder as Hugging Face writes it."""
+    from safetensors.numpy import save_file
+
+    from jpaged.models import load_model
+
+    entry = TINY[request.param]
+    tensors = tiny_models.weights(entry["config"], entry["seed"])
+    assert tiny_models.digest(tensors) == entry["sha256"], "numpy draws other weights than those of the golden values"
+    folder = tmp_path_factory.mktemp(entry["name"])
+    (folder / "config.json").write_text(json.dumps(entry["config"]))
+    save_file(tensors, folder / "model.safetensors")
+    return entry, load_model(folder, dtype="float32")
+
+
+def test_tiny_dense_logits_equal_transformers(tiny) -> None:
+    import jax.numpy as jnp
+    from flax import nnx
+
+    entry, model = tiny
+    longest = max(len(whole(run)) for run in entry["runs"])
+    rows = jnp.array([whole(run) + [0] * (longest - len(whole(run))) for run in entry["runs"]], jnp.int32)
+    made = np.asarray(nnx.jit(lambda model, rows: model.causal_logits(rows))(model, rows))
+    for run, row in zip(entry["runs"], made, strict=True):
+        logits = row[len(run["token_ids"]) - 1 : len(whole(run))]
+        near(logits[0], run["first_logits"], TINY_ATOL, entry["name"])
+        near(logits[-1], run["last_logits"], TINY_ATOL, entry["name"])
+        assert logits.argmax(1).tolist() == run["output_token_ids"]
+
+
+def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(tiny) -> None:
+    """Twenty pages of 8 tokens are too few for the three requests: one is preempted and computed again."""
+    from jpaged import LLM, CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
+
+    entry, model = tiny
+    config = EngineConfig(
+        cache=CacheConfig(page_size=8, num_pages=20),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128),
+        token_buckets=(32,),
+        check_invariants=True,
+    )
+    llm = LLM(model, config=config, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    outputs = llm.generate([run["token_ids"] for run in entry["runs"]], params)
+    for run, output in zip(entry["runs"], outputs, strict=True):
+        assert list(output.token_ids) == run["output_token_ids"]
+        want = np.array(run["chosen_logits"]) - np.array(run["log_normalizer"])
+        near([got.logprob for got in output.logprobs or ()], want, TINY_ATOL, entry["name"])
+    assert sum(output.num_preemptions for output in outputs) > 0

@@ -1,0 +1,102 @@
+"""Text is given out as soon as no stop string can begin in it any more, and never taken back."""
+
+import hypothesis.strategies as st
+from hypothesis import given
+from jpaged.gguf_vocab import gguf_vocabulary
+from jpaged.output_builder import OutputBuilder
+from jpaged.request import Request, SamplingParams, Sequence
+from jpaged.tokenizer import Tokenizer
+
+from tests.tiny_vocabs import byte_level_metadata
+
+TOKENIZER = Tokenizer(gguf_vocabulary(byte_level_metadata(), "test.gguf"), "test.gguf")
+EOS = 2
+
+
+def build(text: str, **params) -> tuple[OutputBuilder, Sequence, list[str], str | None]:
+    """Feeds a text byte by byte, as the engine does; gives what was visible after each token, and the stop string."""
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(**params))
+    seq = Sequence(request)
+    builder = OutputBuilder(seq, None, TOKENIZER)
+    seen, stop = [], None
+    for byte in text.encode():
+        token = TOKENIZER.token_to_id(_spelling(byte))
+        seq.tokens.append(token)
+        stop = builder.add_token(token, None, ends=False)
+        seen.append(builder.output().text)
+        if stop is not None:
+            seq.finish_reason, seq.stop_reason = "stop", stop
+            break
+    seq.finish_reason = seq.finish_reason or "length"
+    seen.append(builder.finish().text)
+    return builder, seq, seen, stop
+
+
+def _spelling(byte: int) -> str:
+    from tests.tiny_vocabs import byte_alphabet
+
+    return byte_alphabet()[byte]
+
+
+@given(
+    text=st.text(alphabet="abcé", max_size=12),
+    stops=st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+)
+def test_visible_text_only_grows_and_ends_at_the_first_stop(text, stops, include):
+    _, seq, seen, _ = build(text, stop=stops, include_stop_str_in_output=include)
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert after.startswith(before)
+    # The first stop string to be complete wins; of those complete at once, the one that begins first.
+    expected, reason = text, None
+    for end in range(1, len(text) + 1):
+        complete = [(text[:end].index(stop), -len(stop), stop) for stop in stops if stop in text[:end]]
+        if complete:
+            at, _, reason = min(complete)
+            expected = text[: at + len(reason)] if include else text[:at]
+            break
+    assert seen[-1] == expected
+    assert seq.stop_reason == reason
+
+
+def test_a_tail_that_could_become_a_stop_string_is_held_back():
+    _, _, seen, stop = build("xENDy", stop=["ENDz"])
+    assert seen == ["x", "x", "x", "x", "xENDy", "xENDy"]
+    assert stop is None
+
+
+def test_half_a_character_is_held_back_until_the_end():
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams())
+    seq = Sequence(request)
+    builder = OutputBuilder(seq, None, TOKENIZER)
+    builder.add_token(TOKENIZER.token_to_id(_spelling("é".encode()[0])), None, ends=False)
+    assert builder.output().text == ""
+    seq.finish_reason = "length"
+    assert builder.finish().text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_stop_strings_wait_for_min_tokens():
+    _, _, seen, stop = build("aaab", stop=["a"], min_tokens=3, max_tokens=9)
+    assert stop is None
+    assert seen[-1] == "aaab"
+    assert build("aaaba", stop=["a"], min_tokens=3, max_tokens=9)[2][-1] == "aaab"
+
+
+def test_the_end_token_shows_only_if_asked_for():
+    for include, skip, expected in ((False, False, ""), (True, False, "<|im_end|>"), (True, True, "")):
+        params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=skip)
+        seq = Sequence(Request(request_id="r", prompt_token_ids=(1,), params=params))
+        builder = OutputBuilder(seq, None, TOKENIZER)
+        seq.tokens.append(EOS)
+        seq.finish_reason = "stop"
+        builder.add_token(EOS, None, ends=True)
+        output = builder.finish()
+        assert output.text == expected
+        assert output.token_ids == (EOS,)
+
+
+def test_an_id_without_a_token_has_no_text():
+    seq = Sequence(Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams()))
+    builder = OutputBuilder(seq, None, TOKENIZER)
+    assert builder.add_token(TOKENIZER.vocab_size + 5, None, ends=False) is None
+    assert builder.output().text == ""

@@ -1,0 +1,128 @@
+"""Entries of the sampler's state: loading, counting, isolation."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.errors import RequestError
+from jpaged.request import SamplingParams
+from jpaged.sampler_state import (
+    MAX_BANNED_IDS,
+    MAX_BIAS_IDS,
+    entry_for,
+    load_entry,
+    make_sampler_state,
+    needs_entry,
+    update_counts,
+)
+
+R, V = 5, 37
+
+
+class TestEntryFor:
+    def test_pads_with_the_vocabulary_size(self):
+        entry = entry_for(SamplingParams(logit_bias={4: 1.5, 9: -2.0}, stop_token_ids=[8, 3]), (2, 3), V)
+        assert entry.bias_ids.tolist() == [4, 9] + [V] * (MAX_BIAS_IDS - 2)
+        assert entry.bias_values.tolist() == [1.5, -2.0] + [0.0] * (MAX_BIAS_IDS - 2)
+        assert entry.banned_ids.tolist() == [2, 3, 8] + [V] * (MAX_BANNED_IDS - 3)
+        assert [array.dtype for array in entry] == [np.int32, np.float32, np.int32]
+
+    def test_the_longest_lists_fit(self):
+        params = SamplingParams(
+            logit_bias=dict.fromkeys(range(300), 1.0), stop_token_ids=range(64), min_tokens=1, ignore_eos=True
+        )
+        entry = entry_for(params, range(100, 116), 1000)
+        assert (entry.bias_ids < 1000).all()
+        assert (entry.banned_ids < 1000).all()
+
+    def test_stop_ids_outside_the_vocabulary_are_left_out(self):
+        entry = entry_for(SamplingParams(stop_token_ids=[V, 2**40, 1]), (-1,), V)
+        assert entry.banned_ids[:2].tolist() == [1, V]
+
+    def test_a_bias_outside_the_vocabulary_is_refused(self):
+        with pytest.raises(RequestError, match=r"logit_bias names token id 37, expected ids below .* 37"):
+            entry_for(SamplingParams(logit_bias={V: 1.0}), (), V)
+
+    def test_too_many_bans_are_refused_only_where_they_matter(self):
+        stops = tuple(range(64))
+        entry_for(SamplingParams(stop_token_ids=stops), range(64, 90), 1000)
+        with pytest.raises(RequestError, match=r"min_tokens would ban 90 .* at most 80"):
+            entry_for(SamplingParams(stop_token_ids=stops, min_tokens=1), range(64, 90), 1000)
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({"top_p": 0.5, "temperature": 0.3, "stop_token_ids": [1]}, False),
+            ({"logit_bias": {1: 1.0}}, True),
+            ({"min_tokens": 1}, True),
+            ({"repetition_penalty": 1.1}, True),
+            ({"presence_penalty": -0.1}, True),
+            ({"frequency_penalty": 0.1}, True),
+        ],
+        ids=str,
+    )
+    def test_needs_entry(self, fields, expected):
+        assert needs_entry(SamplingParams(**fields)) is expected
+
+
+def random_tokens(seed, num_tokens):
+    rng = np.random.default_rng(seed)
+    return (
+        jnp.asarray(rng.integers(0, V, num_tokens), jnp.int32),
+        jnp.asarray(rng.integers(0, R + 1, num_tokens), jnp.int32),
+        jnp.asarray(rng.integers(0, 2, num_tokens) > 0),
+    )
+
+
+class TestUpdateCounts:
+    def test_counts_output_and_marks_prompt(self):
+        state = make_sampler_state(R, V)
+        counts, mask = np.zeros((R + 1, V), int), np.zeros((R + 1, V), bool)
+        for seed in range(3):  # counts go on from step to step
+            tokens, entry, is_output = random_tokens(seed, 200)
+            state = update_counts(state, tokens, entry, is_output)
+            for token, index, output in zip(*map(np.asarray, (tokens, entry, is_output)), strict=True):
+                counts[index, token] += output
+                mask[index, token] |= not output
+        np.testing.assert_array_equal(state.output_counts, counts)
+        np.testing.assert_array_equal(state.prompt_mask, mask)
+
+    def test_other_entries_are_untouched(self):
+        state = update_counts(make_sampler_state(R, V), *random_tokens(4, 50))
+        before = np.asarray(state.output_counts), np.asarray(state.prompt_mask)
+        null = jnp.full(3, state.null_entry, jnp.int32)
+        after = update_counts(state, jnp.zeros(3, jnp.int32), null, jnp.array([True, False, True]))
+        np.testing.assert_array_equal(after.output_counts[:R], before[0][:R])
+        np.testing.assert_array_equal(after.prompt_mask[:R], before[1][:R])
+
+
+class TestLoadEntry:
+    def test_empties_one_entry_and_sets_its_lists(self):
+        state = update_counts(make_sampler_state(R, V), *random_tokens(5, 300))
+        before = [np.asarray(leaf) for leaf in (state.output_counts, state.prompt_mask)]
+        entry = entry_for(SamplingParams(logit_bias={4: 1.5}, stop_token_ids=[8]), (2,), V)
+        state = load_entry(state, 2, *entry)
+        others = np.arange(R + 1) != 2
+        for leaf, old in zip((state.output_counts, state.prompt_mask), before, strict=True):
+            assert old[2].any()
+            assert not np.asarray(leaf)[2].any()
+            np.testing.assert_array_equal(np.asarray(leaf)[others], old[others])
+        for name in ("bias_ids", "bias_values", "banned_ids"):
+            np.testing.assert_array_equal(np.asarray(getattr(state, name))[2], getattr(entry, name))
+        assert (np.asarray(state.bias_ids)[others] == V).all()
+        assert (np.asarray(state.banned_ids)[others] == V).all()
+
+    def test_the_old_state_is_consumed(self):
+        old = make_sampler_state(R, V)
+        load_entry(old, 0, *entry_for(SamplingParams(), (), V))
+        assert old.output_counts.is_deleted()
+
+    @pytest.mark.parametrize("index", [-1, R, R + 1])
+    def test_refuses_the_null_entry_and_what_is_no_entry(self, index):
+        with pytest.raises(ValueError, match=rf"index is {index}, expected an entry in \[0, {R}\)"):
+            load_entry(make_sampler_state(R, V), index, *entry_for(SamplingParams(), (), V))
+
+    def test_refuses_a_list_of_another_length(self):
+        entry = entry_for(SamplingParams(), (), V)
+        with pytest.raises(ValueError, match=r"banned_ids.shape is \(3,\), expected \(80,\)"):
+            load_entry(make_sampler_state(R, V), 0, entry.bias_ids, entry.bias_values, entry.banned_ids[:3])
