@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.sampler_state import SamplerState
 from jpaged.sampling_rows import SamplingRows
@@ -212,7 +212,21 @@ def _signed(x: UInt32[Array, " S"]) -> Int32[Array, " S"]:
 def filter_logits(
     logits: Float32[Array, "S V"], rows: SamplingRows, filters: Bool[Array, " S"]
 ) -> Float32[Array, "S V"]:
-    """Sets to -inf what min_p, top_k and top_p drop. Top-p is of the distribution that the other two leave."""
+    """Sets to -inf what min_p, then top_k, then top_p drop; top_p is of the distribution that the other two leave.
+
+    Args:
+      logits: already divided by the temperature.
+      rows: of these, min_p, top_k and top_p are read.
+      filters: rows to filter; the others keep all.
+
+    Example:
+      >>> from jpaged.request import SamplingParams
+      >>> from jpaged.sampling_rows import SamplingRow, sampling_fields, unpack_sampling_rows
+      >>> row = SamplingRow(SamplingParams(top_k=2), 0, 0, position=9, samples=True, num_output_tokens=0)
+      >>> rows = unpack_sampling_rows(jnp.asarray(sampling_fields([row], num_rows=1, null_entry=2)))
+      >>> filter_logits(jnp.array([[0.0, 3.0, 1.0]]), rows, rows.samples).tolist()
+      [[-inf, 3.0, 1.0]]
+    """
     num_rows, vocab_size = logits.shape
     best = jnp.max(logits, axis=1)
     keys = _order_key(logits)
@@ -260,10 +274,11 @@ def _top_p_key(
     return _largest_key(lambda key: mass_from(key) >= wanted, keys.shape[0])
 
 
-def _integer_mass(weights: Float[Array, "S V"]) -> Int32[Array, "S V"]:
+def _integer_mass(weights: Float32[Array, "S V"]) -> Int32[Array, "S V"]:
     """Scales weights in [0, 1], the largest of a row 1, to integers that sum to about 2**30 a row.
 
-    The scale comes from the sum of the weights in fixed point, as two words that cannot overflow for this vocabulary.
+    The scale comes from the sum of the weights in fixed point, two words each, so few bits that V of them cannot
+    overflow. The scale too is then the same in every batch.
     """
     word = 31 - weights.shape[1].bit_length()
     scaled = weights * (2.0**word - 1)

@@ -126,7 +126,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         factors = tuple(_number("an entry of long_factor", factor) for factor in scaling["long_factor"])
         return fields | {"rope_scaling": RopeScaling(kind="factors", factors=factors)}
     length = "original_max_position_embeddings"
-    values = {key: (_integer if key == length else _number)(key, scaling[key]) for key in keys[kind]}
+    values: dict[str, Any] = {key: (_integer if key == length else _number)(key, scaling[key]) for key in keys[kind]}
     return fields | {"rope_scaling": RopeScaling(kind=kind, **values)}
 
 

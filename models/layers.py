@@ -5,6 +5,7 @@ Kernels are stored [in, out] and fused: q, k and v in one, gate and up in one, s
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jpaged.pallas_kernels import Rope
 # The standard deviation of fresh weights, as in the Llama family.
 INIT_SCALE = 0.02
 
-Attend = Callable[[Array, Array, Array], tuple[Array, object]]
+# (q, k, v) -> (out, the layer's pages or None)
+Attend = Callable[[Array, Array, Array], tuple[Any, Any]]
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -100,7 +102,7 @@ class Attention(nnx.Module):
         self.o = Linear(heads * dim, config.hidden_size, **options)
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], object]:
+    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], Any]:
         heads, kv_heads, dim = self.heads
         split = self.qkv(x).reshape(*x.shape[:-1], heads + 2 * kv_heads, dim)
         q, k, v = jnp.split(split, [heads, heads + kv_heads], axis=-2)
@@ -134,7 +136,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], object]:
+    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], Any]:
         out, kv_pages = self.attention(self.attention_norm(x), attend)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), kv_pages

@@ -15,10 +15,12 @@ those of Hugging Face, which are the only ones that readers and writers exchange
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from jpaged.models.config import LlamaConfig
 
-ParameterPath = tuple[str | int, ...]
+# Names of attributes and places in lists, as flax gives them.
+ParameterPath = tuple[Any, ...]
 
 LM_HEAD = "lm_head.weight"
 EMBED = "model.embed_tokens.weight"

@@ -29,9 +29,7 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     return dataclasses.replace(meta, work=plan_xla(meta, spec.page_size, current_platform()))
 
 
-def write_kv(
-    k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata
-) -> KVPages:
+def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata) -> KVPages:
     """Writes each token's K and V to its slot, quantising them where the pages are; in place if donated.
 
     Padding goes to slot 0, in the null page.
@@ -96,9 +94,7 @@ def paged_attention(
     Reference:
       Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, https://arxiv.org/abs/2309.06180.
     """
-    validate_static(
-        q, kv_pages, meta, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks
-    )
+    validate_static(q, kv_pages, meta, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks)
     resolve_implementation(implementation, spec=kv_pages.spec)
     if meta.work is None:
         meta = plan_attention(meta, kv_pages.spec)

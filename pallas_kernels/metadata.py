@@ -28,11 +28,11 @@ class PagedMetadata:
       work: a back end's own schedule, made once a step by `plan_attention`; `None` before.
     """
 
-    page_table: Int32[Array, "S P"]
-    kv_lens: Int32[Array, " S"]
-    cu_q_lens: Int32[Array, " S+1"]
-    positions: Int32[Array, " T"]
-    slot_mapping: Int32[Array, " T"]
-    num_decode: Int32[Array, ""]
-    num_seqs: Int32[Array, ""]
+    page_table: Int32[Array, "S P"] | Any  # `Any`, since trees of shapes, shardings or flags have this structure too
+    kv_lens: Int32[Array, " S"] | Any
+    cu_q_lens: Int32[Array, " S+1"] | Any
+    positions: Int32[Array, " T"] | Any
+    slot_mapping: Int32[Array, " T"] | Any
+    num_decode: Int32[Array, ""] | Any
+    num_seqs: Int32[Array, ""] | Any
     work: Any = None

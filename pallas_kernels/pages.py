@@ -1,11 +1,11 @@
 """`KVPages`: the pages of one layer on the device, and `PageSpec`, their shape."""
 
 from dataclasses import dataclass, field
+from typing import Any
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
@@ -24,7 +24,7 @@ class PageSpec:
       page_size: token slots a page.
       num_kv_heads: KV heads of the layer.
       head_dim: width of a head.
-      dtype: dtype of the stored K and V. int8 and float8_e4m3fn come with f32 scales a token and head.
+      dtype: of the stored K and V, kept as np.dtype. int8 and float8_e4m3fn come with f32 scales a token and head.
       implementation: the back end whose compiler fixes the stored shape; the linear order is the same for all.
 
     Raises:
@@ -40,7 +40,7 @@ class PageSpec:
     page_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: np.dtype
+    dtype: Any
     implementation: str = "xla"
 
     def __post_init__(self) -> None:
@@ -99,8 +99,8 @@ class KVPages:
       spec: static.
     """
 
-    data: Array
-    scales: Array | None
+    data: Array | Any  # `Any`, since trees of shapes, shardings or flags have this structure too
+    scales: Array | Any | None
     spec: PageSpec = field(metadata={"static": True})
 
 

@@ -4,13 +4,13 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array
 
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 
 
-def _expect(ok: bool, message: str) -> None:
+def _expect(ok: bool | np.bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
 
@@ -55,7 +55,7 @@ def validate_metadata(meta: PagedMetadata, num_tokens: int) -> None:
     _expect(meta.page_table.shape[-1] >= 1, f"{meta.page_table.shape=}; expected at least one page a row")
 
 
-def validate_new_kv(k: Float[Array, "..."], v: Float[Array, "..."], kv_pages: KVPages, meta: PagedMetadata) -> None:
+def validate_new_kv(k: Array, v: Array, kv_pages: KVPages, meta: PagedMetadata) -> None:
     """Raises ValueError unless K and V of a step fit the pages and the metadata."""
     validate_pages(kv_pages)
     spec = kv_pages.spec
@@ -68,14 +68,14 @@ def validate_new_kv(k: Float[Array, "..."], v: Float[Array, "..."], kv_pages: KV
 
 
 def validate_static(
-    q: Float[Array, "..."],
+    q: Array,
     kv_pages: KVPages,
     meta: PagedMetadata,
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Float32[Array, "..."] | None = None,
+    sinks: Array | None = None,
 ) -> None:
     """Checks shapes, dtypes and options of a `paged_attention` call; works on tracers.
 

@@ -142,9 +142,7 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options,
 def _attend(q, kv_pages, page_table, kv_lens, cu_q_lens, work: XLAWork, sinks, *, options, with_lse):
     num_tokens, hq, d = q.shape
     blocks = work.blocks
-    walk = partial(
-        _walk, kv_pages=kv_pages, page_table=page_table, sinks=sinks, options=options, with_lse=with_lse
-    )
+    walk = partial(_walk, kv_pages=kv_pages, page_table=page_table, sinks=sinks, options=options, with_lse=with_lse)
     num_q = cu_q_lens[1:] - cu_q_lens[:-1]
 
     def emit(carry, tokens, live, item_out, item_lse):

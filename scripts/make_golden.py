@@ -310,7 +310,7 @@ def make_tiny(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Make golden values with Hugging Face transformers.")
     parser.add_argument("--threads", type=int, default=1, help="of torch; more than free cores is far slower")
     commands = parser.add_subparsers(dest="command", required=True)
     smollm2 = commands.add_parser("smollm2", help="golden values of the default model")

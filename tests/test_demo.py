@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from scripts import demo
 from tests.cli.conftest import tiny_folder
 

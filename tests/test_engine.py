@@ -157,7 +157,8 @@ def test_stops_at_stop_token_ids_and_eos(model, engine, expected):
     assert (output.finish_reason, output.stop_reason) == ("stop", third)
 
     engine = Engine(model, engine.config, eos_token_ids=[third])
-    plain, ignoring = serve(engine, [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12)), (PROMPTS[0], GREEDY)])
+    stopping = SamplingParams(temperature=0.0, max_tokens=12)
+    plain, ignoring = serve(engine, [(PROMPTS[0], stopping), (PROMPTS[0], GREEDY)])
     assert (plain.finish_reason, plain.stop_reason) == ("stop", None)
     assert list(plain.token_ids) == expected[0][: first_at + 1]
     assert list(ignoring.token_ids) == expected[0]

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from jpaged.progress import GenerationProgress, progress_wanted
 
 

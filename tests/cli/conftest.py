@@ -90,7 +90,7 @@ class Terminal:
         self._process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **ends)
         os.close(inner)
 
-    def wait_for(self, text: str, seconds: float = 60.0) -> str:
+    def wait_for(self, text: str, seconds: float = 180.0) -> str:
         """Reads until `text` comes, after what was waited for before; gives what came up to there."""
         deadline = time.monotonic() + seconds
         while (at := self.shown.find(text, self._seen)) < 0:

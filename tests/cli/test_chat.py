@@ -120,7 +120,8 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(terminal, tiny_folder: Path) -> 
     screen.wait_for("> ")
     screen.type("\x03")
     assert screen.exit_code() == 130
-    assert "Traceback" not in screen.shown
+    for word in ("Traceback", "cut off"):  # "cut off" would mean that the answer ran to its end
+        assert word not in screen.shown
 
 
 def test_ctrl_d_leaves(terminal, tiny_folder: Path) -> None:

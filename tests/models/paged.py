@@ -49,7 +49,7 @@ class PagedRunner:
         specs = model.page_specs(
             num_pages=1 + num_sequences * pages_per_sequence,
             page_size=page_size,
-            dtype=jnp.float32,
+            dtype=jnp.dtype(jnp.float32),
             implementation="xla",
         )
         self.pages = [make_pages(spec) for spec in specs]

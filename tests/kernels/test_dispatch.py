@@ -1,0 +1,71 @@
+"""Which implementation is chosen, and what is said of the others."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.pallas_kernels import (
+    PageSpec,
+    current_platform,
+    default_implementation,
+    resolve_implementation,
+    supported_implementations,
+)
+
+
+def spec(implementation: str) -> PageSpec:
+    return PageSpec(2, 4, 1, 8, jnp.dtype("float32"), implementation)
+
+
+def test_cpu_runs_xla() -> None:
+    assert resolve_implementation(None, platform="cpu") == ("xla", "'xla' is the first choice on cpu")
+
+
+@pytest.mark.parametrize(("platform", "passed_over"), [("gpu", "mosaic_gpu"), ("tpu", "mosaic_tpu")])
+def test_the_reason_names_what_was_passed_over(platform: str, passed_over: str) -> None:
+    name, reason = resolve_implementation(platform=platform)
+    assert name == "xla" == default_implementation(platform)
+    assert f"'{passed_over}': " in reason
+    assert supported_implementations(platform) == ("xla",)
+
+
+def test_cuda_is_a_gpu() -> None:
+    assert resolve_implementation(platform="cuda") == resolve_implementation(platform="gpu")
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
+def test_a_missing_kernel_is_an_error_with_the_reason(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name!r} cannot run on gpu: the Mosaic"):
+        resolve_implementation(name, platform="gpu")
+
+
+def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'triton'; expected None .* mosaic_gpu, mosaic_tpu, xla"):
+        resolve_implementation("triton")
+
+
+def test_pages_stored_for_another_back_end_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="stored for 'mosaic_tpu'"):
+        resolve_implementation("xla", spec=spec("mosaic_tpu"))
+
+
+def test_reasons_are_collected_over_the_candidates() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        resolve_implementation(platform="tpu", spec=spec("mosaic_tpu"))
+    reasons = [str(error) for error in caught.value.exceptions]
+    assert all(isinstance(error, NotImplementedError) for error in caught.value.exceptions)
+    assert [reason.split(":")[0] for reason in reasons] == ["'mosaic_tpu'", "'xla'"]
+    assert supported_implementations("tpu", spec("mosaic_tpu")) == ()
+
+
+def test_the_mesh_in_use_decides() -> None:
+    assert current_platform() == "cpu"
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert current_platform() == "tpu"
+
+
+def test_the_default_device_decides_without_a_mesh() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert current_platform() == "cpu"

@@ -1,0 +1,97 @@
+"""Whole pages: copied, gathered, scattered."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels import PageSpec, copy_pages, gather_pages, make_pages, scatter_pages
+from jpaged.pallas_kernels.pages import PAGE_DTYPES
+from tests.kernels.hlo import pool_copies
+
+
+def spec(dtype: str = "float32", **changes) -> PageSpec:
+    return PageSpec(num_pages=9, page_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype), **changes)
+
+
+def filled(dtype: str):
+    rng = np.random.default_rng(0)
+    ids = jnp.array([7, 2, 5], jnp.int32)
+    k, v = (jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2))
+    return scatter_pages(make_pages(spec(dtype)), ids, k, v), ids, k, v
+
+
+# Half a step of the dtype at its largest magnitude, as a part of a head's largest magnitude (about 3).
+ERROR = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5 / 127, "float8_e4m3fn": 2**-4}
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES)
+def test_gather_is_the_inverse_of_scatter(dtype: str) -> None:
+    pages, ids, k, v = filled(dtype)
+    for got, expected in zip(gather_pages(pages, ids), (k, v), strict=True):
+        assert got.dtype == ("float32" if pages.spec.quantized else dtype)
+        error = jnp.abs(got.astype(jnp.float32) - expected)
+        assert float(jnp.max(error / jnp.max(jnp.abs(expected), axis=-1, keepdims=True))) <= ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES)
+def test_swapping_out_and_in_changes_nothing(dtype: str) -> None:
+    pages, ids, _, _ = filled(dtype)
+    elsewhere = jnp.array([1, 3, 4], jnp.int32)
+    back = scatter_pages(pages, elsewhere, *(x.astype(jnp.float32) for x in gather_pages(pages, ids)))
+    np.testing.assert_array_equal(
+        np.asarray(back.data[elsewhere]).view(np.uint8), np.asarray(pages.data[ids]).view(np.uint8)
+    )
+    if pages.scales is not None:
+        np.testing.assert_allclose(back.scales[elsewhere], pages.scales[ids], rtol=2e-7)  # one rounding
+
+
+def test_pages_have_the_documented_linear_order() -> None:
+    pages, ids, k, v = filled("int8")
+    page = np.asarray(pages.data[7]).reshape(4, 2, 2, 8)  # [page_size, num_kv_heads, 2, head_dim]
+    scales = np.asarray(pages.scales[7]).reshape(2, 2, 4)  # [num_kv_heads, 2, page_size]
+    for head in range(2):
+        for which, x in enumerate((k, v)):
+            np.testing.assert_allclose(scales[head, which], jnp.abs(x[0, :, head]).max(-1) / 127, rtol=1e-6)
+            np.testing.assert_allclose(
+                page[:, head, which] * scales[head, which, :, None], x[0, :, head], atol=3 * 0.5 / 127 + 1e-6
+            )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_copy_reads_all_before_it_writes(dtype: str) -> None:
+    pages, _, _, _ = filled(dtype)
+    # A cycle, a copy to a free page, and padding.
+    src, dst = jnp.array([7, 2, 5, 5, 0, 0], jnp.int32), jnp.array([2, 7, 1, 8, 0, 0], jnp.int32)
+    copied = copy_pages(pages, src, dst)
+    for before, after in zip(jax.tree.leaves(pages), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_array_equal(after[dst], before[src])
+        np.testing.assert_array_equal(after[jnp.array([3, 5])], before[jnp.array([3, 5])])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_copy_is_in_place(dtype: str, count: int) -> None:
+    ids = jnp.ones(count, jnp.int32)
+    compiled = jax.jit(copy_pages, donate_argnums=0).lower(make_pages(spec(dtype)), ids, ids + 1).compile()
+    assert pool_copies(compiled, spec(dtype)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_scatter_is_in_place(dtype: str, count: int) -> None:
+    kv = jnp.ones((count, 4, 2, 8))
+    scatter = partial(jax.jit, donate_argnums=0)(scatter_pages)
+    compiled = scatter.lower(make_pages(spec(dtype)), jnp.ones(count, jnp.int32), kv, kv).compile()
+    assert pool_copies(compiled, spec(dtype)) == []
+
+
+def test_pages_of_a_missing_back_end_are_refused() -> None:
+    pages = make_pages(spec(implementation="mosaic_tpu"))
+    ids, kv = jnp.array([1], jnp.int32), jnp.ones((1, 4, 2, 8))
+    with pytest.raises(NotImplementedError, match="mosaic_tpu"):
+        gather_pages(pages, ids)
+    with pytest.raises(NotImplementedError, match="mosaic_tpu"):
+        scatter_pages(pages, ids, kv, kv)
