@@ -12,11 +12,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jpaged import errors, fetch
+    from jpaged import errors
     from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
     from jpaged.engine import Engine
-    from jpaged.llm import LLM
-    from jpaged.request import Output, SamplingParams
+    from jpaged.llm import LLM, Score
+    from jpaged.request import Output, SamplingParams, TokenLogprobs
+    from jpaged.stats import EngineStats
+    from jpaged.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -25,12 +27,15 @@ __all__ = [
     "CacheConfig",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "Output",
     "SamplingParams",
     "SchedulerConfig",
+    "Score",
+    "TokenLogprobs",
+    "Tokenizer",
     "__version__",
     "errors",
-    "fetch",
 ]
 
 _HOME = {
@@ -38,16 +43,19 @@ _HOME = {
     "CacheConfig": "jpaged.config",
     "Engine": "jpaged.engine",
     "EngineConfig": "jpaged.config",
+    "EngineStats": "jpaged.stats",
     "Output": "jpaged.request",
     "SamplingParams": "jpaged.request",
     "SchedulerConfig": "jpaged.config",
+    "Score": "jpaged.llm",
+    "TokenLogprobs": "jpaged.request",
+    "Tokenizer": "jpaged.tokenizer",
 }
-_SUBMODULES = ("errors", "fetch")
 
 
 def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"jpaged.{name}")
+    if name == "errors":
+        return importlib.import_module("jpaged.errors")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'jpaged' has no attribute {name!r}; its public names are {', '.join(__all__)}")

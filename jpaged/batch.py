@@ -154,7 +154,7 @@ class BatchPacker:
         num_seqs, num_tokens = len(rows), plan.num_tokens
         q_lens = np.array([row.num_tokens for row in rows], np.int32)
         starts = np.array([row.start for row in rows], np.int32)
-        entries = np.array([row.seq.state_index for row in rows], np.int32)
+        entries = np.array([state_index(row.seq) for row in rows], np.int32)
         ends = np.cumsum(q_lens, dtype=np.int32)
 
         # Token i of the step is token i - (its row's first token) of that row.
@@ -187,7 +187,7 @@ class BatchPacker:
     def _refresh_page_table(self, rows: tuple[PlannedRow, ...]) -> None:
         for row in rows:
             seq = row.seq
-            entry = seq.state_index
+            entry = state_index(seq)
             owner = (seq, seq.num_preemptions)  # sequences compare by identity
             if self._owner[entry] != owner:
                 self._owner[entry] = owner
@@ -205,7 +205,7 @@ class BatchPacker:
             known = row.seq.tokens[row.start : row.start + row.num_tokens]
             tokens += known
             if len(known) < row.num_tokens:  # sampled by a step in flight: the device knows it, the host does not
-                tokens.append(-1 - row.seq.state_index)
+                tokens.append(-1 - state_index(row.seq))
         return tokens
 
     @staticmethod
@@ -222,13 +222,20 @@ class BatchPacker:
         return wanted
 
 
+def state_index(seq: Sequence) -> int:
+    """The sampler-state entry of a running sequence."""
+    if seq.state_index is None:
+        raise RuntimeError(f"request {seq.request.request_id!r} was planned but is not running")
+    return seq.state_index
+
+
 def _sampling_row(row: PlannedRow) -> SamplingRow:
     seq = row.seq
     # The plan already counts the token that this row samples as output.
     return SamplingRow(
         params=seq.request.params,
         seed=seq.request.seed,
-        state_index=seq.state_index,
+        state_index=state_index(seq),
         position=row.kv_len,
         samples=row.samples,
         num_output_tokens=seq.num_output_tokens - row.samples,

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,8 +15,9 @@ def enable_compilation_cache() -> Path | None:
     Returns:
       The folder in use; `None` if jax was told to keep none.
     """
-    if not jax.config.jax_enable_compilation_cache:
+    settings: Any = jax.config  # its attributes are made at run time, unknown to type checkers
+    if not settings.jax_enable_compilation_cache:
         return None
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", os.fspath(cache_folder() / "jax"))
-    return Path(jax.config.jax_compilation_cache_dir)
+    if settings.jax_compilation_cache_dir is None:
+        settings.update("jax_compilation_cache_dir", os.fspath(cache_folder() / "jax"))
+    return Path(settings.jax_compilation_cache_dir)

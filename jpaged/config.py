@@ -158,11 +158,15 @@ class EngineConfig:
     recompile: Literal["warn", "error"] = "warn"
     run_ahead: bool = True
     check_invariants: bool = False
-    implementation: str | None = None
+    implementation: Literal["xla", "mosaic_gpu", "mosaic_tpu"] | None = None
     seed: int = 0
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+            _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"a {kind.__name__}")
+        for name in ("run_ahead", "check_invariants", "compilation_cache"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name, least in (("token_buckets", self.scheduler.max_num_batched_tokens), ("page_buckets", 1)):
             sizes = getattr(self, name)
             if sizes is None:
@@ -180,6 +184,10 @@ class EngineConfig:
                 f"ascending integers, the last at least {least}",
             )
         _require(_is_int(self.max_logprobs) and self.max_logprobs >= 0, "max_logprobs", self.max_logprobs, ">= 0")
+        _require(_is_int(self.seed) and self.seed >= 0, "seed", self.seed, "an integer of at least 0")
+        names = ("xla", "mosaic_gpu", "mosaic_tpu")
+        expected = f"one of {', '.join(names)}, or None"
+        _require(self.implementation in (None, *names), "implementation", self.implementation, expected)
         _require(self.warmup in ("eager", "lazy"), "warmup", self.warmup, '"eager" or "lazy"')
         _require(self.recompile in ("warn", "error"), "recompile", self.recompile, '"warn" or "error"')
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jpaged.batch import BatchPacker
+from jpaged.batch import BatchPacker, state_index
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
 from jpaged.errors import JpagedError
@@ -21,7 +21,7 @@ from jpaged.output_builder import OutputBuilder
 from jpaged.page_allocator import PageAllocator
 from jpaged.pallas_kernels import resolve_implementation
 from jpaged.request import Output, SamplingParams, Sequence, TokenLogprobs
-from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, needs_entry
+from jpaged.sampler_state import MAX_BANNED_IDS, entry_for, load_entry, make_sampler_state, needs_entry
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.step import StepOutputs, StepRunner
@@ -122,7 +122,12 @@ class Engine:
         self._state = make_sampler_state(max_num_seqs, self.vocab_size)
 
         self._intake = Intake(
-            vocab_size=self.vocab_size, max_logprobs=config.max_logprobs, tokenizer=tokenizer, seed=config.seed
+            vocab_size=self.vocab_size,
+            max_logprobs=config.max_logprobs,
+            max_banned_ids=MAX_BANNED_IDS,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=tokenizer,
+            seed=config.seed,
         )
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -214,7 +219,7 @@ class Engine:
             params = seq.request.params
             if needs_entry(params):
                 entry = entry_for(params, self.eos_token_ids, self.vocab_size)
-                self._state = load_entry(self._state, seq.state_index, *entry)
+                self._state = load_entry(self._state, state_index(seq), *entry)
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
         compile_before = len(self._runner.compilations)

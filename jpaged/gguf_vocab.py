@@ -36,7 +36,7 @@ def gguf_vocabulary(metadata: Mapping[str, object], source: str) -> Vocabulary:
     """Builds the tokenizer that the metadata of a GGUF file describes.
 
     Args:
-      metadata: as `read_gguf_metadata` returns it.
+      metadata: of a `GGUFFile`.
       source: the file's name, for errors.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Set
 from collections.abc import Sequence as AbstractSequence
 
 from jpaged.errors import RequestError
@@ -16,13 +16,26 @@ class Intake:
     Args:
       vocab_size: token ids are in [0, vocab_size).
       max_logprobs: entries of top-logprobs that a request may ask for.
+      max_banned_ids: token ids that `min_tokens` may ban at the most.
+      eos_token_ids: the model's end-of-sequence ids, which `min_tokens` bans too.
       tokenizer: `None`: token ids only, no stop strings.
       seed: of the seeds given to requests that bring none.
     """
 
-    def __init__(self, *, vocab_size: int, max_logprobs: int, tokenizer: Tokenizer | None, seed: int):
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_logprobs: int,
+        max_banned_ids: int,
+        eos_token_ids: Iterable[int],
+        tokenizer: Tokenizer | None,
+        seed: int,
+    ):
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
+        self._max_banned_ids = max_banned_ids
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._tokenizer = tokenizer
         self._ids = itertools.count()
         self._seeds = random.Random(seed)
@@ -66,12 +79,14 @@ class Intake:
         return token_ids
 
     def _token_ids(self, prompt: AbstractSequence[int]) -> tuple[int, ...]:
+        # What has integers in it, and no order or another meaning.
+        refused = isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set)
         try:
             token_ids = tuple(t.__index__() for t in prompt if not isinstance(t, bool))
             whole = len(token_ids) == len(prompt)
         except (TypeError, AttributeError):
             whole, token_ids = False, ()
-        if not whole:
+        if refused or not whole:
             raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r:.80}")
         if not token_ids:
             raise RequestError("the prompt is empty; expected at least one token id")
@@ -92,5 +107,11 @@ class Intake:
                 raise RequestError(f"{name} is {value}, this engine gives at most {self._max_logprobs} (max_logprobs)")
         self._check_in_vocabulary("logit_bias", params.logit_bias)
         self._check_in_vocabulary("stop_token_ids", params.stop_token_ids)
+        banned = self._eos_token_ids | set(params.stop_token_ids) if params.min_tokens else ()
+        if len(banned) > self._max_banned_ids:
+            raise RequestError(
+                f"min_tokens bans {len(banned)} end-of-sequence and stop token ids until then, expected at most "
+                f"{self._max_banned_ids}; name fewer stop_token_ids, or leave min_tokens out"
+            )
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids")

@@ -2,8 +2,8 @@
 
 import os
 from dataclasses import dataclass
+from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 
 from jpaged.config import CacheConfig, SchedulerConfig
@@ -14,6 +14,12 @@ from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
 GIB = 1 << 30
 # Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
 MAX_DEFAULT_CPU_POOL_BYTES = GIB
+
+
+class Device(Protocol):
+    """What is asked of a `jax.Device`: how much memory it has, if it says so."""
+
+    def memory_stats(self) -> dict[str, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def bytes_per_page(specs: list[PageSpec]) -> int:
     return sum(spec.bytes_per_page for spec in specs)
 
 
-def free_device_bytes(device: jax.Device, fraction: float) -> tuple[int, str]:
+def free_device_bytes(device: Device, fraction: float) -> tuple[int, str]:
     """Bytes that the pool may take on `device`, and how that was found.
 
     Args:
@@ -78,7 +84,7 @@ def plan_pool(
     *,
     dtype: str,
     implementation: str,
-    device: jax.Device,
+    device: Device,
     reserved_bytes: int = 0,
 ) -> PoolPlan:
     """Sizes the pool before anything is allocated.

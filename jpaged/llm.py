@@ -100,6 +100,7 @@ class LLM:
                 "max_model_len": max_model_len,
             },
         )
+        served: PagedModel
         if isinstance(model, str | Path):
             path = fetch(str(model), progress=progress)
             if tokenizer is None:
@@ -107,14 +108,16 @@ class LLM:
             if dtype is None:
                 dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
             with GenerationProgress.loading(f"loading {path.name}", progress_wanted(progress)) as report:
-                model = load_model(path, dtype=dtype, progress=report)
+                served = load_model(path, dtype=dtype, progress=report)
         elif dtype is not None:
             raise ConfigError("dtype is for models that are loaded; a model object has its own")
+        else:
+            served = model
         if isinstance(tokenizer, str | Path):
             tokenizer = Tokenizer.load(Path(tokenizer))
         self._bar = GenerationProgress(enabled=False)
         self.engine = Engine(
-            model, config, tokenizer=tokenizer, on_compile=lambda shape: self._bar.note(f"compiling {shape}")
+            served, config, tokenizer=tokenizer, on_compile=lambda shape: self._bar.note(f"compiling {shape}")
         )
 
     @property
@@ -185,7 +188,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer with a chat template; this LLM has no tokenizer")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]
         if stream:
             return self.generate(prompts, params, stream=True, progress=progress)

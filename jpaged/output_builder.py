@@ -31,15 +31,14 @@ class OutputBuilder:
         self._visible_end = 0
         self._num_tokens = 0
         self._logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None] * seq.num_prompt_tokens
+        wants_prompt = params.prompt_logprobs is not None
+        self._prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_prompt else None
         self.error: str | None = None
 
     def set_prompt_logprobs(self, position: int, logprobs: TokenLogprobs) -> None:
         """Of the prompt token at `position`; a preempted prompt is computed again and sets them again."""
-        assert self._prompt_logprobs is not None
-        self._prompt_logprobs[position] = logprobs
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs[position] = logprobs
 
     def add_token(self, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> str | None:
         """Takes the next output token.
@@ -106,8 +105,13 @@ class OutputBuilder:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
+            prompt_logprobs=self._whole_prompt_logprobs(),
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
             error=self.error,
         )
+
+    def _whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self._prompt_logprobs is None:
+            return None
+        return tuple(map(self._prompt_logprobs.get, range(self._seq.num_prompt_tokens)))

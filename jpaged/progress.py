@@ -9,9 +9,11 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jpaged.stats import EngineStats
+
 
 class _HasStats(Protocol):
-    def stats(self): ...
+    def stats(self) -> EngineStats: ...
 
 
 def progress_wanted(asked: bool | None) -> bool:

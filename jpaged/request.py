@@ -134,7 +134,8 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop holds {text!r}, expected non-empty strings")
         object.__setattr__(self, "stop", tuple(stop))
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, AbstractSequence):
+        texts = str | bytes | bytearray | memoryview  # sequences whose items are no token ids
+        if isinstance(self.stop_token_ids, texts) or not isinstance(self.stop_token_ids, AbstractSequence):
             raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}, expected a list of token ids")
         if len(self.stop_token_ids) > 64:
             raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, expected at most 64")

@@ -17,6 +17,7 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -39,7 +40,7 @@ class StepOutputs:
     """What a step gives back, on the device; the engine reads what was asked for.
 
     Attributes:
-      token_ids: the token sampled for each row, -1 where the model produced NaN; no meaning where a row does not sample.
+      token_ids: the token sampled for each row, -1 where the model produced NaN, 0 where a row does not sample.
       logprobs: raw log-probability of that token (0 unless some row asks).
       top_ids, top_logprobs: the likeliest tokens (K = max_logprobs).
       prompt_logprobs: log-probability of the token that follows each input token (0 unless some row asks).
@@ -151,7 +152,7 @@ class StepRunner:
         self._warm = True
 
     def run(
-        self, kv_pages: list[KVPages], state: SamplerState, packed: Array, shape: StepShape
+        self, kv_pages: list[KVPages], state: SamplerState, packed: np.ndarray, shape: StepShape
     ) -> tuple[StepOutputs, list[KVPages], SamplerState]:
         """Dispatches a step; returns before it is done. `kv_pages` and `state` are consumed."""
         if shape not in self._executables:

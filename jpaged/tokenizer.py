@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from jpaged.chat_template import ChatTemplate
 from jpaged.errors import ChatTemplateError, ModelLoadError, RequestError
 from jpaged.folder_vocab import folder_vocabulary
-from jpaged.gguf_metadata import is_gguf, read_gguf_metadata
+from jpaged.gguf_file import GGUFFile, is_gguf
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.incremental_decoder import DecodePlan, IncrementalDecoder
 from jpaged.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ class Tokenizer:
         Raises:
           ModelLoadError: the file cannot be read, or its vocabulary is of an unknown kind.
         """
-        return cls(gguf_vocabulary(read_gguf_metadata(path), str(path)), str(path))
+        return cls(gguf_vocabulary(GGUFFile(path).metadata, str(path)), str(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Turns text into token ids.

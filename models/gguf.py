@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.gguf_file import GGUFFile
 from jpaged.models.config import LlamaConfig
-from jpaged.models.gguf_file import GGUFFile
 from jpaged.models.parameter_map import EMBED, LM_HEAD
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -71,8 +71,8 @@ class GGUFSource:
 
     def __init__(self, path: Path | str):
         self._file = GGUFFile(path)
-        if (parts := self._file.metadata.get("split.count", 1)) > 1:
-            raise ModelLoadError(f"{path} is one of {parts} parts; merge them into one file first")
+        if (parts := self._file.metadata.get("split.count", 1)) not in (0, 1):
+            raise ModelLoadError(f"{path} is one of {parts!r:.80} parts; merge them into one file first")
         tensors = self._file.tensors
         factors = tuple(self._file.read(ROPE_FACTORS).tolist()) if ROPE_FACTORS in tensors else None
         self.config = LlamaConfig.from_gguf(self._file.metadata, tensor_names=tensors, rope_factors=factors)

@@ -48,8 +48,10 @@ class PagedModel(Protocol):
       True
     """
 
-    vocab_size: int
-    max_position: int
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
 
     def page_specs(self, *, num_pages: int, page_size: int, dtype: DTypeLike, implementation: str) -> list[PageSpec]:
         """The pages of each layer, in order of the layers; layers may differ."""

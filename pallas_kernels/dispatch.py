@@ -25,7 +25,7 @@ def current_platform() -> str:
       True
     """
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-    default_device = jax.config.jax_default_device
+    default_device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if mesh_device is not None and mesh_device.platform is not None:
         platform = mesh_device.platform
     elif default_device is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedMetadata:
-    """What paged attention needs to know of a step; one for all layers. Everything is data, so the mix never recompiles.
+    """What paged attention needs to know of a step; one for all layers. All is data, so the mix never recompiles.
 
     Row s owns the query tokens [cu_q_lens[s], cu_q_lens[s + 1]), which are its last ones: query token i of the row
     stands at position kv_lens[s] - q_lens[s] + i. Rows [0, num_decode) have few query tokens (1), rows
@@ -28,11 +28,11 @@ class PagedMetadata:
       work: a back end's own schedule, made once a step by `plan_attention`; `None` before.
     """
 
-    page_table: Int32[Array, "S P"] | Any  # `Any`, since trees of shapes, shardings or flags have this structure too
-    kv_lens: Int32[Array, " S"] | Any
-    cu_q_lens: Int32[Array, " S+1"] | Any
-    positions: Int32[Array, " T"] | Any
-    slot_mapping: Int32[Array, " T"] | Any
-    num_decode: Int32[Array, ""] | Any
-    num_seqs: Int32[Array, ""] | Any
+    page_table: Int32[Array, "S P"]
+    kv_lens: Int32[Array, " S"]
+    cu_q_lens: Int32[Array, " S+1"]
+    positions: Int32[Array, " T"]
+    slot_mapping: Int32[Array, " T"]
+    num_decode: Int32[Array, ""]
+    num_seqs: Int32[Array, ""]
     work: Any = None

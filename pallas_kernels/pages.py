@@ -1,8 +1,7 @@
 """`KVPages`: the pages of one layer on the device, and `PageSpec`, their shape."""
 
 from dataclasses import dataclass, field
-from typing import Any
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +98,8 @@ class KVPages:
       spec: static.
     """
 
-    data: Array | Any  # `Any`, since trees of shapes, shardings or flags have this structure too
-    scales: Array | Any | None
+    data: Array
+    scales: Array | None
     spec: PageSpec = field(metadata={"static": True})
 
 

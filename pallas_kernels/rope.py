@@ -1,7 +1,6 @@
 """Rotary position embedding, in the half-split order of Hugging Face Llama checkpoints."""
 
 from dataclasses import dataclass
-from typing import Any
 from typing import no_type_check
 
 import jax
@@ -25,8 +24,8 @@ class Rope:
       Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
     """
 
-    cos: Float32[Array, "T D_half"] | Any  # `Any`, since trees of shapes, shardings or flags have this structure too
-    sin: Float32[Array, "T D_half"] | Any
+    cos: Float32[Array, "T D_half"]
+    sin: Float32[Array, "T D_half"]
 
 
 def apply_rope(x: Float[Array, "T H D"], rope: Rope) -> Float[Array, "T H D"]:

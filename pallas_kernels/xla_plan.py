@@ -1,7 +1,6 @@
 """The XLA implementation's schedule: which rows and query blocks a step holds, made once and shared by all layers."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from typing import no_type_check
 
 import jax
@@ -53,6 +52,7 @@ def choose_blocks(platform: str, page_size: int, num_tokens: int, num_rows: int)
 
 
 @jax.tree_util.register_dataclass
+@no_type_check  # trees are also made of placeholders, which have no shape
 @dataclass(frozen=True)
 class XLAWork:
     """Rows with one query token, and (row, query block) items of the others.
@@ -67,11 +67,11 @@ class XLAWork:
       blocks: static.
     """
 
-    decode_rows: Int32[Array, " R"] | Any  # `Any`, since trees of shapes and flags have this structure too
-    num_decode_rows: Int32[Array, ""] | Any
-    item_rows: Int32[Array, " I"] | Any
-    item_offsets: Int32[Array, " I"] | Any
-    num_items: Int32[Array, ""] | Any
+    decode_rows: Int32[Array, " R"]
+    num_decode_rows: Int32[Array, ""]
+    item_rows: Int32[Array, " I"]
+    item_offsets: Int32[Array, " I"]
+    num_items: Int32[Array, ""]
     blocks: XLABlocks = field(metadata={"static": True})
 
 

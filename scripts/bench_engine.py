@@ -71,7 +71,7 @@ def outside_xla_fraction(run: Run) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, ... (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=32)

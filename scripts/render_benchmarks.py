@@ -79,10 +79,10 @@ def load_records(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: (record.script, record.device, record.name))
 
 
-def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table: the first column is text, the others are figures; without rows it says so."""
+def table(columns: list[str], rows: Iterable[list[str]], *, num_text: int = 1) -> str:
+    """A Markdown table: `num_text` columns of text, then figures; without rows it says so."""
     rows = list(rows) or [["not measured yet", *["–"] * (len(columns) - 1)]]
-    lines = [columns, [":--", *["--:"] * (len(columns) - 1)]]
+    lines = [columns, [*[":--"] * num_text, *["--:"] * (len(columns) - num_text)]]
     lines += [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -111,6 +111,7 @@ def engine_table(records: list[Record]) -> str:
             if record.script == "bench_engine"
             for r in [record.results]
         ),
+        num_text=3,
     )
 
 
@@ -160,8 +161,9 @@ def memory_table(records: list[Record]) -> str:
 
 def source_table(records: list[Record]) -> str:
     """Which file holds what, and where it was made."""
+    columns = ["File", "Script", "Date", "Commit", "Hardware", "Python", "jax", "jaxlib", "flax"]
     return table(
-        ["File", "Script", "Date", "Commit", "Hardware", "Python", "jax", "jaxlib", "flax"],
+        columns,
         (
             [
                 f"[{record.name}.json]({record.name}.json)",
@@ -174,6 +176,7 @@ def source_table(records: list[Record]) -> str:
             ]
             for record in records
         ),
+        num_text=len(columns),
     )
 
 

@@ -1,4 +1,4 @@
-"""What every script that prints figures has in common: tables for people, and a last line of JSON for everything else."""
+"""What every script that prints figures has in common: tables for people, and a last line of JSON."""
 
 import json
 import platform

@@ -1,7 +1,7 @@
 """The shapes that every implementation of paged attention is tested on, and inputs for them.
 
-Inputs are hostile: page ids are shuffled, and everything that no query may see (free pages, the null page, the tail of a
-row's last page, pages that a sliding window has left behind) is NaN.
+Inputs are hostile: page ids are shuffled, and everything that no query may see (free pages, the null page, the tail of
+a row's last page, pages that a sliding window has left behind) is NaN.
 """
 
 from dataclasses import dataclass

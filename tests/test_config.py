@@ -46,11 +46,30 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         (lambda: EngineConfig(max_logprobs=-1), "max_logprobs is -1, expected >= 0"),
         (lambda: EngineConfig(warmup="never"), 'warmup is \'never\', expected "eager" or "lazy"'),
         (lambda: EngineConfig(recompile="ignore"), 'recompile is \'ignore\', expected "warn" or "error"'),
+        (lambda: EngineConfig(cache=SMALL), "cache is SchedulerConfig.*, expected a CacheConfig"),
+        (lambda: EngineConfig(cache={"page_size": 16}), "cache is {'page_size': 16}, expected a CacheConfig"),
+        (lambda: EngineConfig(scheduler=None), "scheduler is None, expected a SchedulerConfig"),
+        (lambda: EngineConfig(run_ahead=1), "run_ahead is 1, expected True or False"),
+        (lambda: EngineConfig(check_invariants=None), "check_invariants is None, expected True or False"),
+        (lambda: EngineConfig(compilation_cache="~/cache"), "compilation_cache is '~/cache', expected True or False"),
+        (lambda: EngineConfig(seed=-1), "seed is -1, expected an integer of at least 0"),
+        (lambda: EngineConfig(seed=True), "seed is True"),
+        (lambda: EngineConfig(seed=1.0), "seed is 1.0"),
+        (lambda: EngineConfig(seed=None), "seed is None"),
+        (lambda: EngineConfig(implementation="cuda"), "implementation is 'cuda', expected one of xla, .*, or None"),
+        (lambda: EngineConfig(implementation=""), "implementation is ''"),
     ],
 )
 def test_refuses(make, match):
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_takes_every_implementation_that_the_kernels_know():
+    from jpaged.pallas_kernels.pages import IMPLEMENTATIONS
+
+    for name in (*IMPLEMENTATIONS, None):
+        assert EngineConfig(implementation=name).implementation == name
 
 
 def test_defaults_are_valid_and_frozen():

@@ -72,35 +72,40 @@ def outputs(llm):
 
 
 @pytest.fixture(scope="module")
-def forced_logits(model) -> dict[str, np.ndarray]:
-    """Logits [64, V] of each prompt's output, by dense causal attention over prompt and golden tokens.
+def forced_logits(model):
+    """Of golden entries, each prompt's logits [64, V] by dense causal attention over prompt and golden tokens.
 
-    Long prompts have a row each; the others share one as segments.
+    All entries of one call share one row, as segments.
     """
     import jax.numpy as jnp
     from flax import nnx
 
     run = nnx.jit(lambda model, tokens, segments: model.causal_logits(tokens, segment_ids=segments)[0])
-    groups = [[entry] for entry in PROMPTS if entry["kind"] == "long"]
-    groups.append([entry for entry in PROMPTS if entry["kind"] != "long"])
-    longest = max(len(whole(entry)) for group in groups[:-1] for entry in group)
-    logits = {}
-    for group in groups:
-        tokens = [token for entry in group for token in whole(entry)]
-        segments = [index for index, entry in enumerate(group) for _ in whole(entry)]
-        padding = max(0, longest - len(tokens))
-        row = jnp.array([tokens + [0] * padding], jnp.int32)
-        made = np.asarray(run(model, row, jnp.array([segments + [-1] * padding], jnp.int32)))
-        end = 0
-        for entry in group:
-            end += len(whole(entry))
-            logits[entry["name"]] = made[end - len(entry["output_token_ids"]) : end].copy()
-    return logits
+
+    def forced(entries: list[dict[str, Any]]) -> list[np.ndarray]:
+        tokens = [token for entry in entries for token in whole(entry)]
+        segments = [index for index, entry in enumerate(entries) for _ in whole(entry)]
+        made = np.asarray(run(model, jnp.array([tokens], jnp.int32), jnp.array([segments], jnp.int32)))
+        ends = np.cumsum([len(whole(entry)) for entry in entries])
+        return [made[end - len(entry["output_token_ids"]) : end] for entry, end in zip(entries, ends, strict=True)]
+
+    return forced
 
 
-def test_dense_logits_equal_transformers(forced_logits) -> None:
-    for entry in PROMPTS:
-        logits = forced_logits[entry["name"]]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([entry["name"] for entry in PROMPTS if entry["kind"] != "long"], id="short"),
+        pytest.param(["long_inventory"], id="long_inventory"),
+        # Half a minute each; the tests of one batch below check their tokens and log-probabilities in any case.
+        pytest.param(["long_log"], id="long_log", marks=pytest.mark.slow),
+        pytest.param(["long_story"], id="long_story", marks=pytest.mark.slow),
+        pytest.param(["long_module"], id="long_module", marks=pytest.mark.slow),
+    ],
+)
+def test_dense_logits_equal_transformers(forced_logits, names: list[str]) -> None:
+    entries = [entry for entry in PROMPTS if entry["name"] in names]
+    for entry, logits in zip(entries, forced_logits(entries), strict=True):
         near(np.take_along_axis(logits, np.array(entry["top_ids"]), 1), entry["top_logits"], ATOL, entry["name"])
         sample = logits[SMOLLM2["sample_positions"]][:, SMOLLM2["sample_ids"]]
         near(sample, entry["sample_logits"], ATOL, entry["name"])

@@ -2,10 +2,10 @@
 
 import jax
 import pytest
+
 from jpaged.config import CacheConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.kv_cache import GIB, allocate_pool, free_device_bytes, plan_pool
-
 from tests.fakes import tiny_llama
 
 

@@ -1,14 +1,15 @@
 """`LLM`: text, token ids and lists of either; streams; chat; scores."""
 
+
 import jax
 import numpy as np
 import pytest
+
 from jpaged.errors import ChatTemplateError, ConfigError, FetchError, RequestError
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.llm import LLM, Score
 from jpaged.request import SamplingParams
 from jpaged.tokenizer import Tokenizer
-
 from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
 from tests.tiny_vocabs import byte_level_metadata
 
@@ -86,11 +87,11 @@ def test_stop_strings_cut_the_text(llm):
     (whole,) = llm.generate("hello", GREEDY)
     stop = whole.text[3:5]
     cut = whole.text[: whole.text.index(stop)]
-    (output,) = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=["~~", stop]))
-    assert (output.text, output.finish_reason, output.stop_reason) == (cut, "stop", stop)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=10, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+    (output,) = llm.generate(
+        "hello", SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=["~~", stop])
     )
+    assert (output.text, output.finish_reason, output.stop_reason) == (cut, "stop", stop)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
     (output,) = llm.generate("hello", params)
     assert output.text == cut + stop
 

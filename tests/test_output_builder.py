@@ -1,12 +1,14 @@
 """Text is given out as soon as no stop string can begin in it any more, and never taken back."""
 
+import itertools
+
 import hypothesis.strategies as st
 from hypothesis import given
+
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.output_builder import OutputBuilder
 from jpaged.request import Request, SamplingParams, Sequence
 from jpaged.tokenizer import Tokenizer
-
 from tests.tiny_vocabs import byte_level_metadata
 
 TOKENIZER = Tokenizer(gguf_vocabulary(byte_level_metadata(), "test.gguf"), "test.gguf")
@@ -45,7 +47,7 @@ def _spelling(byte: int) -> str:
 )
 def test_visible_text_only_grows_and_ends_at_the_first_stop(text, stops, include):
     _, seq, seen, _ = build(text, stop=stops, include_stop_str_in_output=include)
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in itertools.pairwise(seen):
         assert after.startswith(before)
     # The first stop string to be complete wins; of those complete at once, the one that begins first.
     expected, reason = text, None

@@ -78,9 +78,10 @@ def test_type_checkers_see_the_names_that_are_exported():
 
 def test_names_keep_their_meaning_after_their_modules_were_imported():
     done = run_python(
-        "import jpaged.request, jpaged.fetch, jpaged;"
-        "from jpaged import SamplingParams, fetch;"
-        "assert fetch is jpaged.fetch and callable(fetch.fetch);"
+        "import sys, jpaged.request, jpaged.fetch, jpaged;"
+        "from jpaged import SamplingParams, errors;"
+        "from jpaged.fetch import fetch;"
+        "assert errors is sys.modules['jpaged.errors'] and callable(fetch);"
         "assert SamplingParams is jpaged.request.SamplingParams"
     )
     assert done.returncode == 0, done.stderr
@@ -106,7 +107,11 @@ def test_unknown_name_is_an_attribute_error_that_lists_the_names():
         "jpaged.models.config",
         "jpaged.tokenizer",
         "jpaged.fetch",
+        "jpaged.wheel_models",
+        "jpaged.gguf_file",
         "jpaged.stats",
+        "jpaged.intake",
+        "jpaged.output_builder",
         "jpaged.cli",
     ],
 )

@@ -29,7 +29,8 @@ def test_attend_and_write_composes_rope_write_and_attention() -> None:
     both = jax.jit(partial(attend_and_write, return_lse=True))
     (out, lse), pages = both(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta, rope=rope)
     expected_pages = write_kv(apply_rope(inputs.k, rope), inputs.v, inputs.pages_before, inputs.meta)
-    np.testing.assert_array_equal(pages.data[1:], expected_pages.data[1:])
+    # A rotation may be fused with its product into one rounding fewer.
+    np.testing.assert_allclose(pages.data[1:], expected_pages.data[1:], rtol=1e-6, atol=1e-6)
     expected, expected_lse = paged_attention_reference(apply_rope(inputs.q, rope), expected_pages, inputs.meta)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)  # as in test_xla
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)

@@ -40,7 +40,7 @@ def test_a_missing_kernel_is_an_error_with_the_reason(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'triton'; expected None .* mosaic_gpu, mosaic_tpu, xla"):
+    with pytest.raises(ValueError, match=r"'triton'; expected None .* mosaic_gpu, mosaic_tpu, xla"):
         resolve_implementation("triton")
 
 

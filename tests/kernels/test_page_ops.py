@@ -49,7 +49,7 @@ def test_swapping_out_and_in_changes_nothing(dtype: str) -> None:
 
 
 def test_pages_have_the_documented_linear_order() -> None:
-    pages, ids, k, v = filled("int8")
+    pages, _, k, v = filled("int8")
     page = np.asarray(pages.data[7]).reshape(4, 2, 2, 8)  # [page_size, num_kv_heads, 2, head_dim]
     scales = np.asarray(pages.scales[7]).reshape(2, 2, 4)  # [num_kv_heads, 2, page_size]
     for head in range(2):

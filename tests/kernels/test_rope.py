@@ -44,5 +44,5 @@ def test_values_beyond_the_rotated_ones_pass() -> None:
 
 @pytest.mark.parametrize(("tokens", "half"), [(3, 4), (2, 5)])
 def test_wrong_angles_are_refused(tokens: int, half: int) -> None:
-    with pytest.raises(ValueError, match="rope.cos.shape="):
+    with pytest.raises(ValueError, match=r"rope.cos.shape="):
         apply_rope(jnp.ones((2, 1, 8)), rope_at(np.arange(tokens), half))

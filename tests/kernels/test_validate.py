@@ -87,7 +87,7 @@ def test_missing_scales() -> None:
 
 
 def test_wrong_new_kv(inputs: Inputs) -> None:
-    with pytest.raises(ValueError, match="Hkv and D from kv_pages.spec"):
+    with pytest.raises(ValueError, match=r"Hkv and D from kv_pages.spec"):
         write_kv(inputs.k[:, :1], inputs.v[:, :1], inputs.kv_pages, inputs.meta)
 
 
@@ -116,7 +116,7 @@ def changed(meta: PagedMetadata, field: str, index: tuple[int, ...] | int, value
         ("cu_q_lens", slice(3, 5), 13, "at most T = 12"),
         ("kv_lens", 3, 1, "padding; expected q_len 0 and kv_len 0"),
         ("kv_lens", 2, 6, "expected q_len <= kv_len"),
-        ("page_table", (0, 0), 99, r"outside \[0, 9\)"),
+        ("page_table", (0, 0), 99, r"outside \[0, 10\)"),
         ("page_table", (0, 0), -1, "outside"),
         ("page_table", (1, 2), 3, "must be 0, the null page"),
         ("kv_lens", 0, 40, "the page table holds 4"),

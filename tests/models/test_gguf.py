@@ -1,4 +1,4 @@
-import struct
+import contextlib
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from jpaged.errors import ModelLoadError
+from jpaged.gguf_file import GGUFFile
 from jpaged.models import LlamaConfig, RopeScaling, iter_gguf_tensors, load_config, load_model
 from jpaged.models.gguf import hf_name, unpermute
-from jpaged.models.gguf_file import GGUFFile
 from jpaged.models.parameter_map import parameter_map
 
 from .paged import tiny_config
@@ -133,33 +133,6 @@ def test_dequantises_blocks(tmp_path, kind):
     assert model.embed[...].dtype.name == "bfloat16"
 
 
-def test_every_block_type_of_the_library_is_read(tmp_path):
-    """Zero bytes are valid blocks of every type; the answer is that of the library, row by row."""
-    from gguf.constants import GGML_QUANT_SIZES
-
-    count = 0
-    for kind in GGMLQuantizationType:
-        block_size, block_bytes = GGML_QUANT_SIZES[kind]
-        blocks = np.zeros((6, 2 * block_bytes), np.uint8)
-        blocks[3] = 1
-        try:
-            expected = dequantize(blocks, kind)
-        except NotImplementedError:
-            continue
-        count += 1
-        path = tmp_path / f"{kind.name}.gguf"
-        writer = GGUFWriter(path, "llama")
-        writer.add_tensor("t", blocks, raw_shape=blocks.shape, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        got = GGUFFile(path).read("t")
-        assert got.shape == (6, 2 * block_size)
-        np.testing.assert_array_equal(got, expected, err_msg=kind.name)
-    assert count > 20
-
-
 def test_rope_factors_become_part_of_the_config(tmp_path):
     config = tiny_config()
     _, stored = make(config)
@@ -169,14 +142,8 @@ def test_rope_factors_become_part_of_the_config(tmp_path):
     assert scaling == RopeScaling(kind="factors", factors=(1.0, 1.5, 4.0, 8.0))
 
 
-def test_metadata_are_read_as_they_were_written(tiny_path):
-    metadata = GGUFFile(tiny_path).metadata
-    assert metadata["general.architecture"] == "llama"
-    assert metadata["tokenizer.ggml.tokens"] == ["<s>", "</s>", "é"]
-    assert metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
-    assert metadata["tokenizer.ggml.add_bos_token"] is False
-    assert metadata["llama.attention.layer_norm_rms_epsilon"] == 0.5
-    assert load_config(tiny_path).eos_token_ids == (2,)
+def test_the_config_follows_from_the_header(tiny_path):
+    assert load_config(tiny_path) == tiny_config(rms_norm_eps=0.5)
 
 
 def test_names_tensors_that_do_not_fit(tmp_path):
@@ -205,28 +172,25 @@ def test_refuses_every_truncation(tiny_path, tmp_path):
             load_model(cut)
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (b"PK\x03\x04", "does not begin with GGUF"),
-        (b"GGUF" + struct.pack("<I", 1), "version 1, expected 2 or 3"),
-        (b"GGUF" + struct.pack(">I", 3), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "truncated or damaged"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "truncated or damaged"),
-        (b"GGUF" + struct.pack("<IQQQsI", 3, 0, 1, 1, b"k", 99), "unknown type 99"),
-        (b"GGUF" + struct.pack("<IQQQsIIQ", 3, 0, 1, 1, b"k", 9, 4, 2**60), "truncated or damaged"),
-        (b"GGUF" + struct.pack("<IQQQsIQIQ", 3, 1, 0, 1, b"t", 1, 32, 99, 0), "block type 99"),
-        (b"GGUF" + struct.pack("<IQQQsIQIQ", 3, 1, 0, 1, b"t", 1, 33, 2, 0), "not whole blocks of 32"),
-        (b"GGUF" + struct.pack("<IQQQsIQIQ", 3, 1, 0, 1, b"t", 1, 2**50, 0, 0), "is truncated: t ends at byte"),
-        (b"GGUF" + struct.pack("<IQQ" + 2 * "QsIQIQ", 3, 2, 0, *2 * (1, b"t", 1, 4, 0, 0)), "the tensor t twice"),
-    ],
-)
-def test_refuses_foreign_and_damaged_headers(tmp_path, head, message):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(head + bytes(64))
-    with pytest.raises(ModelLoadError) as caught:
-        load_model(path)
-    assert message in str(caught.value)
+def test_a_foreign_file_is_named(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04" + bytes(64))
+    with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file"):
+        load_model(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("mask", [0x01, 0xFF])
+def test_a_damaged_header_is_an_error_or_harmless(tiny_path, tmp_path, mask):
+    data = tiny_path.read_bytes()
+    end = min(tensor.offset for tensor in GGUFFile(tiny_path).tensors.values())
+    kept = 0
+    for at in range(0, end, 3):
+        damaged = bytearray(data)
+        damaged[at] ^= mask
+        (tmp_path / "x.gguf").write_bytes(damaged)
+        with contextlib.suppress(ModelLoadError):
+            load_config(tmp_path / "x.gguf")
+            kept += 1
+    assert 0 < kept < end // 3
 
 
 def test_unpermute_undoes_permute():
@@ -240,5 +204,4 @@ def test_names_without_a_translation_stay():
 
 
 def test_the_default_model(smollm2_path):
-    assert len(dict.fromkeys(name for name in GGUFFile(smollm2_path).tensors)) == 272
     assert load_config(smollm2_path).num_parameters == 134_515_008

@@ -1,0 +1,74 @@
+"""Lowers paged attention and the KV write for CUDA, on a machine without a GPU: every shape of the shared list.
+
+    python scripts/lower_cuda.py [--only NAME]
+
+Shows what lowering alone can show: that each back end builds its program for a GPU, and how large it is. Prints a table
+and a last line of JSON; exits with 1 if a shape does not lower.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+from jpaged.pallas_kernels import attend_and_write, supported_implementations
+from tests.arg_specs import ARG_SPECS, ArgSpec, make_inputs
+
+
+def lower(spec: ArgSpec, implementation: str) -> str:
+    """The StableHLO of one call, lowered as on a machine with a GPU."""
+    inputs = make_inputs(spec)
+    op = partial(attend_and_write, implementation=implementation, return_lse=True, **inputs.options(spec))
+    # The mesh in use says "gpu", so tiles are chosen as they are there.
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(op).trace(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Lower every shape of the shared list for CUDA.")
+    parser.add_argument("--only", help="lower the shapes whose name contains this")
+    only = parser.parse_args().only
+    specs = [spec for spec in ARG_SPECS if not spec.slow and (only is None or only in spec.name)]
+    if not specs:
+        sys.exit(f"no shape has {only!r} in its name; have {', '.join(spec.name for spec in ARG_SPECS)}")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    failures: dict[str, str] = {}
+    begin = time.perf_counter()
+    print(f"{'shape':<24} {'implementation':<14} {'seconds':>7} {'lines':>7}")
+    implementations = supported_implementations("gpu")
+    for spec in specs:
+        for implementation in implementations:
+            start = time.perf_counter()
+            try:
+                lines = str(len(lower(spec, implementation).splitlines()))
+            except Exception as error:  # one failing shape must not hide the others
+                failures[f"{spec.name}/{implementation}"] = f"{type(error).__name__}: {error}"
+                lines = "FAILED"
+            print(f"{spec.name:<24} {implementation:<14} {time.perf_counter() - start:>7.2f} {lines:>7}", flush=True)
+    for name, error in failures.items():
+        print(f"{name}: {error}", file=sys.stderr)
+    report = {
+        "script": "lower_cuda",
+        "jax": jax.__version__,
+        "implementations": implementations,
+        "lowered": len(specs) * len(implementations) - len(failures),
+        "failed": sorted(failures),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    print(json.dumps(report))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
