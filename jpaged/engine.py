@@ -7,13 +7,14 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jpaged.batch import BatchPacker, state_index
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
-from jpaged.errors import JpagedError
+from jpaged.errors import ConfigError
 from jpaged.intake import Intake
 from jpaged.kv_cache import PoolPlan, allocate_pool, plan_pool
 from jpaged.models import PagedModel
@@ -24,7 +25,7 @@ from jpaged.request import Output, SamplingParams, Sequence, TokenLogprobs
 from jpaged.sampler_state import MAX_BANNED_IDS, entry_for, load_entry, make_sampler_state, needs_entry
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
-from jpaged.step import StepOutputs, StepRunner
+from jpaged.step import StepOutputs, StepRunner, read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import StepPlan
 from jpaged.tokenizer import Tokenizer
 
@@ -53,11 +54,11 @@ class Engine:
       model: any `PagedModel`; its weights are shared, not copied.
       config: `EngineConfig()` if left out.
       tokenizer: for text prompts, text output and stop strings; `None`: token ids only.
-      eos_token_ids: ids that end an output; `None`: the tokenizer's and the model config's.
+      eos_token_ids: ids that end an output; `None`: the tokenizer's and the model's.
       on_compile: told each step shape just before it is compiled.
 
     Raises:
-      ConfigError: the settings contradict each other, or no page fits.
+      ConfigError: the settings contradict each other, no page fits, or `model` is no `PagedModel`.
 
     Example:
       >>> from flax import nnx
@@ -88,8 +89,8 @@ class Engine:
         if config.compilation_cache:
             enable_compilation_cache()
         self.tokenizer = tokenizer
+        weights = _weights(model)
         self.vocab_size = model.vocab_size
-        weights = jax.tree.leaves(nnx.state(model, nnx.Param))
         device = next(iter(weights[0].devices()))
         self.implementation, self.implementation_reason = resolve_implementation(config.implementation)
         dtype = config.cache.dtype or str(np.dtype(weights[0].dtype))
@@ -97,8 +98,7 @@ class Engine:
             model, config.cache, config.scheduler, dtype=dtype, implementation=self.implementation, device=device
         )
         if eos_token_ids is None:
-            own = getattr(getattr(model, "config", None), "eos_token_ids", ())
-            eos_token_ids = {*own, *(tokenizer.eos_token_ids if tokenizer else ())}
+            eos_token_ids = {*getattr(model, "eos_token_ids", ()), *(tokenizer.eos_token_ids if tokenizer else ())}
         self.eos_token_ids = tuple(sorted(eos_token_ids))
 
         max_num_seqs = config.scheduler.max_num_seqs
@@ -133,6 +133,8 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
         self._failure: BaseException | None = None
+        if config.warmup == "eager":
+            self.warm_up()
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -161,9 +163,9 @@ class Engine:
         self._check_alive()
         request = self._intake.request(prompt, params, request_id, self._live)
         seq = Sequence(request)
+        builder = OutputBuilder(seq, prompt if isinstance(prompt, str) else None, self.tokenizer)
         self._scheduler.add(seq)
-        text = prompt if isinstance(prompt, str) else None
-        self._live[request.request_id] = _Live(seq, OutputBuilder(seq, text, self.tokenizer), stream)
+        self._live[request.request_id] = _Live(seq, builder, stream)
         self._counter.num_requests += 1
         return request.request_id
 
@@ -190,20 +192,31 @@ class Engine:
 
         Returns:
           Outputs of requests that ended, and of streaming requests that advanced.
+
+        Raises:
+          RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
+          RuntimeError: a step failed before; after any error but `KeyboardInterrupt` the engine is of no more use.
         """
         self._check_alive()
+        plan = None
+        outputs: list[Output] = []
         try:
             plan = self._plan()
             if plan is not None:
                 self._dispatch(plan)
             ahead = 1 if self.config.run_ahead and plan is not None else 0
-            if len(self._in_flight) > ahead:
-                return self._collect(self._in_flight.popleft())
-            return []
-        except (JpagedError, KeyboardInterrupt):
+            while len(self._in_flight) > ahead:
+                outputs += self._collect()
+            return outputs
+        except KeyboardInterrupt:
+            # Usually while it compiles or waits. A plan that was not dispatched cannot be taken back, so its requests
+            # end; a step whose results were not read stays in flight.
+            if plan is not None and all(step.plan is not plan for step in self._in_flight):
+                for row in plan.rows:
+                    self.abort(row.seq.request.request_id)
             raise
         except BaseException as error:
-            # The pages were donated to a step that failed: nothing on the device can be trusted.
+            # The scheduler counts on a step that did not run, or pages were donated to a step that failed.
             self._failure = error
             raise
 
@@ -237,12 +250,14 @@ class Engine:
             num_padded=shape.num_tokens - plan.num_tokens,
         )
 
-    def _collect(self, done: _InFlight) -> list[Output]:
+    def _collect(self) -> list[Output]:
         start = time.perf_counter()
+        done = self._in_flight[0]
         token_ids = np.asarray(done.outputs.token_ids)[: done.plan.num_seqs].tolist()
         waited = time.perf_counter()
-        logprobs = self._read_logprobs(done)
-        self._read_prompt_logprobs(done)
+        self._in_flight.popleft()
+        logprobs = read_logprobs(done.plan, done.outputs)
+        self._set_prompt_logprobs(done)
         outputs = []
         for update in self._scheduler.update(done.plan, token_ids):
             live = self._live.get(update.seq.request.request_id)
@@ -280,41 +295,11 @@ class Engine:
             live.builder.error = "the model produced NaN: check the weights, or serve in float32 or bfloat16"
         return live.builder.finish()
 
-    # -------------------------------------------------------------------------------------- log-probabilities
-
-    def _read_logprobs(self, done: _InFlight) -> Callable[[int], TokenLogprobs | None]:
-        wanted = [row.seq.request.params.logprobs if row.samples else None for row in done.plan.rows]
-        if all(n is None for n in wanted):
-            return lambda row: None
-        out = done.outputs
-        ids, chosen, top_ids, top = jax.device_get((out.token_ids, out.logprobs, out.top_ids, out.top_logprobs))
-
-        def of_row(row: int) -> TokenLogprobs | None:
-            n = wanted[row]
-            if n is None:
-                return None
-            return _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
-
-        return of_row
-
-    def _read_prompt_logprobs(self, done: _InFlight) -> None:
-        at, arrays = 0, None
-        for row in done.plan.rows:
-            seq, first = row.seq, at
-            at += row.num_tokens
-            wanted = seq.request.params.prompt_logprobs
+    def _set_prompt_logprobs(self, done: _InFlight) -> None:
+        for seq, position, logprobs in read_prompt_logprobs(done.plan, done.outputs):
             live = self._live.get(seq.request.request_id)
-            if wanted is None or live is None or live.seq is not seq:
-                continue
-            if arrays is None:
-                out = done.outputs
-                arrays = jax.device_get((out.prompt_logprobs, out.prompt_top_ids, out.prompt_top_logprobs))
-            chosen, top_ids, top = arrays
-            end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
-            for position in range(row.start, end):
-                i, token = first + position - row.start, seq.tokens[position + 1]
-                logprobs = _token_logprobs(token, chosen[i], top_ids[i], top[i], wanted)
-                live.builder.set_prompt_logprobs(position + 1, logprobs)
+            if live is not None and live.seq is seq:
+                live.builder.set_prompt_logprobs(position, logprobs)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -382,6 +367,13 @@ class Engine:
         return {seq.request.request_id: tuple(seq.pages) for seq in self._scheduler.running}
 
 
-def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:
-    top = zip(top_ids[:n].tolist(), top_logprobs[:n].tolist(), strict=True)
-    return TokenLogprobs(int(token), float(logprob), tuple(top))
+def _weights(model: PagedModel) -> list[jax.Array]:
+    """The model's floating-point parameters; the first one stands for the device and the dtype of them all."""
+    if not isinstance(model, PagedModel):
+        lacking = [name for name in ("vocab_size", "max_position", "page_specs", "logits") if not hasattr(model, name)]
+        raise ConfigError(f"{model!r:.80} is no PagedModel: it lacks {', '.join(lacking)}")
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    weights = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if not weights:
+        raise ConfigError(f"{type(model).__name__} has no nnx.Param of a floating-point dtype; expected its weights")
+    return weights

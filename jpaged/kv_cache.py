@@ -73,7 +73,9 @@ def free_device_bytes(device: Device, fraction: float) -> tuple[int, str]:
     if limit := stats.get("bytes_limit"):
         used = stats.get("bytes_in_use", 0)
         return int(limit * fraction) - used, f"{fraction:.0%} of {limit / GIB:.1f} GiB less {used / GIB:.2f} in use"
-    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS does not say how much is free.
+    count = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    host = os.sysconf(count) * os.sysconf("SC_PAGE_SIZE")
     return min(int(host * fraction), MAX_DEFAULT_CPU_POOL_BYTES), "default for host memory: at most 1 GiB"
 
 

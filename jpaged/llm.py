@@ -254,7 +254,7 @@ class LLM:
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+    if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
     if len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__"):
         return [prompts]
@@ -264,6 +264,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
 def _as_params(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, AbstractSequence):
+        raise RequestError(f"params is {params!r:.80}, expected SamplingParams, or a list with one a prompt")
     params = list(params)
     if len(params) != count:
         raise RequestError(f"got {len(params)} SamplingParams for {count} prompts; give one, or one a prompt")

@@ -11,7 +11,7 @@ state are donated: after a step the old arrays are gone and the new ones live in
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -27,8 +27,10 @@ from jpaged.errors import ConfigError, RecompileError
 from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
 from jpaged.pallas_kernels import KVPages
+from jpaged.request import Sequence, TokenLogprobs
 from jpaged.sampler import sample
 from jpaged.sampler_state import SamplerState, update_counts
+from jpaged.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class StepRunner:
         self._jitted = jax.jit(step, static_argnames="shape", donate_argnames=("kv_pages", "state"))
 
     def set_params(self, params: nnx.State) -> None:
-        """Replaces the weights; the next step uses them.
+        """Replaces the weights; the next step uses them. Those that lie elsewhere (numpy, another device) are moved.
 
         Raises:
           ConfigError: the tree, a shape or a dtype differs from the present weights (it would recompile every shape).
@@ -115,12 +117,14 @@ class StepRunner:
         if old[1] != new[1]:
             raise ConfigError("the new weights have another tree structure than the model's")
         for (path, a), (_, b) in zip(old[0], new[0], strict=True):
+            name = jax.tree_util.keystr(path)
+            if not isinstance(b, jax.Array | np.ndarray):
+                raise ConfigError(f"new weights {name}: got {b!r:.80}, expected an array")
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                name = jax.tree_util.keystr(path)
                 raise ConfigError(
                     f"new weights {name}: got {b.dtype}{list(b.shape)}, expected {a.dtype}{list(a.shape)}"
                 )
-        self.params = params
+        self.params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, self.params)
 
     def lower(self, kv_pages: list[KVPages], state: SamplerState, shape: StepShape) -> jax.stages.Lowered:
         """The step of one shape, traced and lowered (for inspection and ahead-of-time compilation)."""
@@ -179,3 +183,44 @@ def _step(model, kv_pages, state, packed, shape, max_logprobs, implementation):
         )
     outputs = StepOutputs(sampled.token_ids, *chosen, *prompt)
     return outputs, kv_pages, sampled.state
+
+
+def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int], TokenLogprobs | None]:
+    """Log-probabilities of the sampled tokens, by row; nothing is read from the device unless some row asks."""
+    wanted = [row.seq.request.params.logprobs if row.samples else None for row in plan.rows]
+    if all(n is None for n in wanted):
+        return lambda row: None
+    ids, chosen, top_ids, top = jax.device_get(
+        (outputs.token_ids, outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
+    )
+
+    def of_row(row: int) -> TokenLogprobs | None:
+        n = wanted[row]
+        return None if n is None else _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
+
+    return of_row
+
+
+def read_prompt_logprobs(plan: StepPlan, outputs: StepOutputs) -> Iterator[tuple[Sequence, int, TokenLogprobs]]:
+    """(sequence, position, log-probabilities) of the prompt tokens that follow this step's, for the rows that ask."""
+    at, arrays = 0, None
+    for row in plan.rows:
+        seq, first = row.seq, at
+        at += row.num_tokens
+        wanted = seq.request.params.prompt_logprobs
+        if wanted is None or seq.is_finished:
+            continue
+        end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
+        if row.start >= end:
+            continue
+        if arrays is None:
+            arrays = jax.device_get((outputs.prompt_logprobs, outputs.prompt_top_ids, outputs.prompt_top_logprobs))
+        chosen, top_ids, top = arrays
+        for position in range(row.start, end):
+            i, token = first + position - row.start, seq.tokens[position + 1]
+            yield seq, position + 1, _token_logprobs(token, chosen[i], top_ids[i], top[i], wanted)
+
+
+def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:
+    top = zip(top_ids[:n].tolist(), top_logprobs[:n].tolist(), strict=True)
+    return TokenLogprobs(int(token), float(logprob), tuple(top))

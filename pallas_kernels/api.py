@@ -1,6 +1,7 @@
 """The public operations: dispatch over the implementations, behind one contract."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -54,7 +55,7 @@ def paged_attention(
     sinks: Float32[Array, " Hq"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"]]:
+) -> Any:
     """Causal attention of a step's query tokens over their rows' pages: decode, prefill chunks, or any mix.
 
     Query head h reads KV head h // (Hq / Hkv). Only reads: the K and V of this step must have been written.
@@ -71,7 +72,8 @@ def paged_attention(
       implementation: "xla", "mosaic_gpu", "mosaic_tpu", or `None` to pick by the devices of the mesh in use.
 
     Returns:
-      the outputs in q's dtype, 0 for padding; with `return_lse` also the log-sum-exps, -inf for padding.
+      [T, Hq, D] outputs in q's dtype, 0 for padding; with `return_lse` a pair of them and f32[T, Hq] log-sum-exps, -inf
+      for padding.
 
     Raises:
       ValueError: shapes, dtypes or options are wrong, or no implementation has that name.
@@ -126,7 +128,7 @@ def attend_and_write(
     sinks: Float32[Array, " Hq"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T Hq D"] | tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"]], KVPages]:
+) -> tuple[Any, KVPages]:
     """The op that models call: rotates q and k, writes k and v to their slots, and attends.
 
     Args:

@@ -44,18 +44,25 @@ class AttentionOptions:
     soft_cap: float | None
 
 
-def _head_major(pool: Array, page_ids: Array, which: int) -> Array:
-    """Gathers K (0) or V (1) of pages i32[B, C] from [N, K, 2 * Hkv, D] as [B, Hkv, C * K, D].
-
-    One gather that also moves the heads out: on CPU it takes half the time of gathering pages and then transposing.
-    """
+def _gather(pool: Array, page_ids: Array, accelerator: bool) -> tuple[Array, Array]:
+    """Gathers K and V of pages i32[B, C] from [N, K, 2 * Hkv, D], each as [B, Hkv, C * K, D]."""
     b, c = page_ids.shape
-    heads = jnp.arange(which, pool.shape[2], 2, dtype=jnp.int32)
-    kv = pool.at[page_ids[:, None, :], :, heads[None, :, None], :].get(mode="promise_in_bounds")
-    return kv.reshape(b, heads.shape[0], c * pool.shape[1], pool.shape[3])
+    _, page_size, heads, d = pool.shape
+    if accelerator:
+        # Whole pages: asked for heads, XLA's TPU compiler keeps a second pool with another layout.
+        kv = pool.at[page_ids].get(mode="promise_in_bounds").reshape(b, c * page_size, heads // 2, 2, d)
+        return kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
+
+    def head_major(which: int) -> Array:
+        # A gather that also moves the heads out: on CPU it takes half the time of gathering pages and transposing them.
+        ids = jnp.arange(which, heads, 2, dtype=jnp.int32)
+        kv = pool.at[page_ids[:, None, :], :, ids[None, :, None], :].get(mode="promise_in_bounds")
+        return kv.reshape(b, heads // 2, c * page_size, d)
+
+    return head_major(0), head_major(1)
 
 
-def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options, with_lse):
+def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelerator, options, with_lse):
     """Attention of B items of M query tokens each over the pages of their rows.
 
     Args:
@@ -72,8 +79,11 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options,
     b, m, hq, d = q.shape
     hkv, page_size, run = spec.num_kv_heads, spec.page_size, pages * spec.page_size
     g = hq // hkv
+    # Products are of q's dtype on an accelerator, where that is fast, summed in f32: exact for 16-bit and 8-bit pages.
+    dtype = q.dtype if accelerator and spec.dtype.itemsize <= q.dtype.itemsize else jnp.dtype(jnp.float32)
+    product = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     # [B, Hkv, M * G, D]: the query heads of a KV head share its keys in one matrix product.
-    q = q.reshape(b, m, hkv, g, d).transpose(0, 2, 1, 3, 4).reshape(b, hkv, m * g, d).astype(jnp.float32)
+    q = q.reshape(b, m, hkv, g, d).transpose(0, 2, 1, 3, 4).reshape(b, hkv, m * g, d).astype(dtype)
 
     q_positions = first[:, None] + jnp.arange(m, dtype=jnp.int32)
     stop = jnp.where(count > 0, first + count, 0)  # keys at and after it are not seen by any query of the item
@@ -95,13 +105,13 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options,
         if options.sliding_window is not None:
             visible &= positions > q_positions[:, :, None] - options.sliding_window
 
-        k = _head_major(kv_pages.data, page_ids, 0).astype(jnp.float32)
-        v = jnp.where(seen[:, None, :, None], _head_major(kv_pages.data, page_ids, 1).astype(jnp.float32), 0.0)
+        k, v = (x.astype(dtype) for x in _gather(kv_pages.data, page_ids, accelerator))
+        v = jnp.where(seen[:, None, :, None], v, jnp.zeros((), dtype))
         if m == 1:
             # Keys on the left: XLA's CPU compiler takes half the time for the thin product of a few query heads.
-            s = jnp.einsum("bhkd,bhmd->bhkm", k, q, precision=lax.Precision.HIGHEST).swapaxes(2, 3) * options.scale
+            s = product("bhkd,bhmd->bhkm", k, q).swapaxes(2, 3) * options.scale
         else:
-            s = jnp.einsum("bhmd,bhkd->bhmk", q, k, precision=lax.Precision.HIGHEST) * options.scale
+            s = product("bhmd,bhkd->bhmk", q, k) * options.scale
         if kv_pages.scales is not None:
             kv_scales = kv_pages.scales[page_ids].reshape(b, pages, hkv, 2, page_size)
             kv_scales = kv_scales.transpose(0, 2, 3, 1, 4).reshape(b, hkv, 2, 1, run)
@@ -122,7 +132,7 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options,
         p = p.reshape(b, hkv, m * g, run)
         if kv_pages.scales is not None:
             p = p * jnp.where(seen[:, None, None], kv_scales[:, :, 1], 0.0)
-        pv = jnp.einsum("bhmk,bhkd->bhmd", p, v, precision=lax.Precision.HIGHEST)
+        pv = product("bhmk,bhkd->bhmd", p.astype(dtype), v)
         return new_top, total, acc * decay[..., None] + pv.reshape(acc.shape)
 
     state = (b, hkv, m, g)
@@ -142,7 +152,15 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, options,
 def _attend(q, kv_pages, page_table, kv_lens, cu_q_lens, work: XLAWork, sinks, *, options, with_lse):
     num_tokens, hq, d = q.shape
     blocks = work.blocks
-    walk = partial(_walk, kv_pages=kv_pages, page_table=page_table, sinks=sinks, options=options, with_lse=with_lse)
+    walk = partial(
+        _walk,
+        kv_pages=kv_pages,
+        page_table=page_table,
+        sinks=sinks,
+        accelerator=blocks.accelerator,
+        options=options,
+        with_lse=with_lse,
+    )
     num_q = cu_q_lens[1:] - cu_q_lens[:-1]
 
     def emit(carry, tokens, live, item_out, item_lse):

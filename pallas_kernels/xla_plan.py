@@ -12,7 +12,7 @@ from .metadata import PagedMetadata
 
 @dataclass(frozen=True)
 class XLABlocks:
-    """Static tile sizes. One trip of a loop handles several rows or query blocks and one run of KV tokens.
+    """Static choices, tile sizes above all. One trip of a loop handles several rows or query blocks and one run of KV.
 
     Attributes:
       decode_rows: rows with one query token a trip.
@@ -20,6 +20,7 @@ class XLABlocks:
       prefill_items: prefill items a trip.
       decode_pages: pages of KV a trip, for decode rows.
       prefill_pages: pages of KV a trip, for prefill items.
+      accelerator: whole pages are gathered and 16-bit factors stay so. Else (CPU) heads are gathered, and all is f32.
     """
 
     decode_rows: int
@@ -27,6 +28,7 @@ class XLABlocks:
     prefill_items: int
     decode_pages: int
     prefill_pages: int
+    accelerator: bool
 
 
 def choose_blocks(platform: str, page_size: int, num_tokens: int, num_rows: int) -> XLABlocks:
@@ -41,13 +43,14 @@ def choose_blocks(platform: str, page_size: int, num_tokens: int, num_rows: int)
         if num_rows == 1:
             decode_tokens = 128
     else:
-        decode_rows, block_q, prefill_items, decode_tokens, prefill_tokens = 64, 64, 16, 512, 512
+        decode_rows, block_q, prefill_items, decode_tokens, prefill_tokens = 64, 64, 16, 256, 256
     return XLABlocks(
         decode_rows=min(decode_rows, num_rows, num_tokens),
         block_q=min(block_q, num_tokens),
         prefill_items=prefill_items,
         decode_pages=max(1, decode_tokens // page_size),
         prefill_pages=max(1, prefill_tokens // page_size),
+        accelerator=platform != "cpu",
     )
 
 

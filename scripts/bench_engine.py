@@ -4,8 +4,9 @@
     python scripts/bench_engine.py --requests 8 --json   only the JSON line
 
 One engine, compiled once, serves all measurements. Each request has a prompt and an output of at most `--tokens`
-tokens together; outputs do not stop early, so both orders produce exactly the same number of tokens. The two orders
-alternate `--repeats` times and medians are given, because a shared machine is noisy: read the ratio, not the rates.
+tokens together, and outputs do not stop early. One by one the rate does not depend on how many requests there are, so
+only the first `--alone` of them are served that way. The two orders alternate `--repeats` times and medians are given,
+because a shared machine is noisy: read the ratio, not the rates.
 
 "Outside XLA" is measured with run-ahead off, so that host and device work do not overlap: the part of the wall time in
 which the host neither dispatches a step nor waits for one. With run-ahead on, most of it hides behind the device.
@@ -13,9 +14,12 @@ which the host neither dispatches a step nor waits for one. With run-ahead on, m
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
@@ -76,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, ... (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="prompt and output of a request together")
+    parser.add_argument("--alone", type=int, default=8, help="requests served one by one (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
@@ -88,14 +93,14 @@ def main() -> None:
         recompile="error",
     )
     engine = Engine(model, config)
-    compile_s = engine.warm_up()
+    compile_s = engine.stats().compile_s
     requests = make_requests(args.requests, args.tokens, engine.vocab_size, args.seed)
     run(engine, requests[:2], at_once=2)  # first touch of every page and buffer
 
     together, alone = [], []
     for _ in range(args.repeats):
         together.append(run(engine, requests, at_once=args.requests))
-        alone.append(run(engine, requests, at_once=1))
+        alone.append(run(engine, requests[: args.alone], at_once=1))
     engine.config = replace(config, run_ahead=False)
     in_turn = [run(engine, requests, at_once=args.requests) for _ in range(args.repeats)]
 
@@ -103,7 +108,7 @@ def main() -> None:
     tokens_per_s_alone = statistics.median(r.tokens_per_s for r in alone)
     speedup = statistics.median(t.tokens_per_s / a.tokens_per_s for t, a in zip(together, alone, strict=True))
     outside = statistics.median(map(outside_xla_fraction, in_turn))
-    stats = together[-1].after
+    stats = in_turn[-1].after
     phases = {
         name: round(1e3 * statistics.median(r.spent(name) / r.spent("num_steps") for r in in_turn), 3)
         for name in ("plan_s", "pack_s", "dispatch_s", "wait_s", "update_s")
@@ -112,6 +117,7 @@ def main() -> None:
         "model": args.model,
         "dtype": args.dtype,
         "requests": args.requests,
+        "requests_one_by_one": args.alone,
         "tokens_each": args.tokens,
         "together_tokens_per_s": round(tokens_per_s, 1),
         "one_by_one_tokens_per_s": round(tokens_per_s_alone, 1),

@@ -5,11 +5,16 @@ python scripts/demo.py --json        the figures again as JSON, in the last line
 """
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.report import print_json
 
 if TYPE_CHECKING:
     from jpaged.llm import LLM
@@ -209,7 +214,7 @@ def main() -> None:
     as_json = parser.parse_args().json
     result = run(load())
     if as_json:
-        print(json.dumps(result.as_dict()))
+        print_json("demo", result.as_dict())
 
 
 if __name__ == "__main__":

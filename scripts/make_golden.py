@@ -1,7 +1,7 @@
 """Make the golden values of tests/golden/ with Hugging Face transformers in float32: evidence from outside jpaged.
 
     pip install torch transformers gguf tokenizers safetensors numpy
-    python scripts/make_golden.py smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf      about 5 minutes on 2 cores
+    python scripts/make_golden.py smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf      a few minutes
     python scripts/make_golden.py tiny                                               a few seconds
 
 `smollm2`: 64 greedy tokens for each of the 24 prompts of `golden_prompts.py` (end-of-sequence does not end them), by a
@@ -50,9 +50,10 @@ SAMPLE_VOCAB = 64
 
 # --- files ------------------------------------------------------------------------------------------------------------
 def to_json(value: Any, depth: int, indent: str = "") -> str:
-    """JSON whose containers are spread over lines down to `depth` and compact below."""
-    if depth == 0 or not isinstance(value, dict | list) or not value:
-        return json.dumps(value, separators=(",", ":") if depth == 0 else (", ", ": "))
+    """JSON whose containers are spread over lines down to `depth`; deeper ones, and lists of numbers, take one line."""
+    numbers_only = isinstance(value, list) and not any(isinstance(item, dict | list | str) for item in value)
+    if depth == 0 or not isinstance(value, dict | list) or numbers_only:
+        return json.dumps(value, separators=(",", ":"))
     inner = indent + " "
     if isinstance(value, dict):
         parts = [f"{inner}{json.dumps(key)}: {to_json(item, depth - 1, inner)}" for key, item in value.items()]

@@ -72,6 +72,6 @@ def test_the_default_model_answers_sensibly(
     shown = capsys.readouterr().out
     assert "A: The capital of France is Paris." in shown
     assert "A: I walked to school and ate an apple." in shown
-    figures = json.loads(shown.splitlines()[-1])
+    figures = json.loads(shown.splitlines()[-1])["results"]
     assert figures["paged_wasted_fraction"] < 0.2
     assert figures["contiguous_wasted_fraction"] > 0.95

@@ -63,6 +63,13 @@ def test_host_memory_is_not_filled():
     assert "host memory" in reason
 
 
+def test_host_memory_is_known_where_the_system_does_not_say_what_is_free(monkeypatch):
+    names = {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 2}  # as on macOS
+    monkeypatch.setattr("os.sysconf_names", names)
+    monkeypatch.setattr("os.sysconf", lambda name: {1: 1000, 2: 4096}[names[name]])
+    assert free_device_bytes(jax.devices("cpu")[0], 0.5)[0] == 500 * 4096
+
+
 def test_what_cannot_fit_is_refused_with_the_sum(model):
     with pytest.raises(ConfigError, match=r"no page fits.*memory_fraction"):
         plan(model, device=FakeDevice(limit=1000, used=900))

@@ -1,6 +1,5 @@
 """`LLM`: text, token ids and lists of either; streams; chat; scores."""
 
-
 import jax
 import numpy as np
 import pytest
@@ -51,6 +50,15 @@ def test_one_set_of_parameters_a_prompt(llm):
     assert [len(output.token_ids) for output in llm.generate(["a", "b", "c"], params)] == [1, 5, 3]
     with pytest.raises(RequestError, match="2 SamplingParams for 1 prompts"):
         llm.generate("a", params[:2])
+    for bad in (5, {"temperature": 0}):
+        with pytest.raises(RequestError, match=r"params is .*, expected SamplingParams"):
+            llm.generate("a", bad)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {1, 2}, {"prompt": "a"}, b"ab", [b"ab"], iter(["a"])])
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(RequestError, match=r"(prompts|a prompt) must be text"):
+        llm.generate(prompts)
 
 
 def test_streams_grow_to_the_whole_answer(llm):
@@ -103,8 +111,10 @@ def test_chat_uses_the_template(llm, tokenizer):
     two = llm.chat([messages, messages], GREEDY)
     assert [o.token_ids for o in two] == [output.token_ids] * 2
     assert list(llm.chat(messages, GREEDY, stream=True))[-1].token_ids == output.token_ids
-    with pytest.raises(ChatTemplateError):
+    with pytest.raises(RequestError, match=r"messages\[0\] has the content None"):
         llm.chat([{"role": "user"}], GREEDY)
+    with pytest.raises(ChatTemplateError):
+        llm.chat(messages, GREEDY, chat_template="{{ raise_exception('no') }}")
     assert not llm.engine.has_work
 
 

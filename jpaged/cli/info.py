@@ -11,9 +11,6 @@ from jpaged.cli import options
 if TYPE_CHECKING:
     from jpaged.models import LlamaConfig
 
-GIB = 1 << 30
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
-
 
 def info(
     model: Annotated[
@@ -91,7 +88,7 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
         "path": str(path),
         "config": model_config.to_hf(),
         "num_parameters": num_parameters,
-        "weight_bytes": {dtype: num_parameters * float_dtype(dtype).itemsize for dtype in WEIGHT_DTYPES},
+        "weight_bytes": {dtype: num_parameters * float_dtype(dtype).itemsize for dtype in options.WEIGHT_DTYPES},
         "kv_bytes_per_token": {dtype: page_bytes(dtype) / config.cache.page_size for dtype in PAGE_DTYPES},
         "kv_bytes_per_page": {dtype: page_bytes(dtype) for dtype in PAGE_DTYPES},
         "here": {

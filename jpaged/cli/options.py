@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
-from jpaged.errors import RequestError
+from jpaged.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jpaged.llm import LLM
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+
+WEIGHT_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 _SAMPLING: Final = "Sampling"
 _ENGINE: Final = "Engine"
@@ -80,6 +82,8 @@ class EngineOptions:
         Raises:
           ConfigError: an option is out of range.
         """
+        if self.dtype not in (None, *WEIGHT_DTYPES):
+            raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         budget = max(SchedulerConfig.max_num_batched_tokens, self.max_num_seqs)
         return EngineConfig(
             cache=CacheConfig(page_size=self.page_size, num_pages=self.num_pages),
@@ -87,7 +91,7 @@ class EngineOptions:
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.max_model_len
             ),
             token_buckets=token_buckets,
-            implementation=self.implementation,
+            implementation=self.implementation,  # type: ignore  # any text: `EngineConfig` checks it
         )
 
     def load(self, *, progress: bool | None, token_buckets: tuple[int, ...] | None = None) -> "LLM":

@@ -4,9 +4,9 @@ import contextlib
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,15 +22,17 @@ SMALL = ("--max-num-seqs", "4", "--num-pages", "65", "--max-model-len", "256")
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 259 tokens (3 special ones and the bytes) with a long context, its tokenizer and template."""
+    """A random Llama of 259 tokens (3 special ones and the bytes), its tokenizer and template.
+
+    It has a long context and no end-of-sequence token, so that an answer ends only where a test says so.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from jpaged.models import export_safetensors
     from tests.fakes import tiny_llama
 
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    eos = {"bos_token_id": 1, "eos_token_ids": (2,)}
-    export_safetensors(tiny_llama(vocab_size=259, max_position_embeddings=65536, **eos), folder)
+    export_safetensors(tiny_llama(vocab_size=259, max_position_embeddings=65536), folder)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab = {token: index for index, token in enumerate([*special, *byte_alphabet()])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -38,15 +40,31 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": special[1], "eos_token": special[2], "chat_template": CHATML}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}), encoding="utf-8")
     return folder
 
 
+@pytest.fixture(scope="session")
+def loaded() -> dict:
+    """Models and engines that tests in this process share, by how they were asked for: each compiles its steps once."""
+    return {}
+
+
 @pytest.fixture
-def jpaged():
+def jpaged(loaded: dict, monkeypatch: pytest.MonkeyPatch):
     """Runs the command in this process: `jpaged("generate", "Hi", input="...")`."""
     from jpaged.cli import app
+    from jpaged.cli.options import EngineOptions
+
+    load = EngineOptions.load
+
+    def load_once(self: EngineOptions, **options):
+        key = (self, *sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(self, **options)
+        return loaded[key]
+
+    monkeypatch.setattr(EngineOptions, "load", load_once)
 
     def run(*args: str | Path, input: str | bytes | None = None):
         return CliRunner().invoke(app, [str(arg) for arg in args], input=input, catch_exceptions=False)
@@ -67,6 +85,9 @@ def started(*args: str | Path, **options) -> Iterator[subprocess.Popen]:
         finally:
             process.kill()
 
+
+# No process of these tests is silent for so long, even on a busy machine.
+PATIENCE_S = 180
 
 # A fresh session has no terminal for Ctrl-C to come from: takes the standard input, and becomes what follows.
 _TAKE_TERMINAL = (
@@ -90,14 +111,18 @@ class Terminal:
         self._process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **ends)
         os.close(inner)
 
-    def wait_for(self, text: str, seconds: float = 180.0) -> str:
+    def wait_for(self, text: str) -> str:
         """Reads until `text` comes, after what was waited for before; gives what came up to there."""
-        deadline = time.monotonic() + seconds
         while (at := self.shown.find(text, self._seen)) < 0:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.shown[self._seen :]!r}"
             assert self._read(), f"ended before {text!r}: {self.shown[self._seen :]!r}"
         before, self._seen = self.shown[self._seen : at], at + len(text)
         return before
+
+    def wait_for_more(self) -> None:
+        """Reads until something comes, whatever it is, after what was waited for before."""
+        while len(self.shown) == self._seen:
+            assert self._read(), "ended before anything came"
+        self._seen = len(self.shown)
 
     def type(self, text: str) -> None:
         """Types text; \\x03 is Ctrl-C, \\x04 is Ctrl-D."""
@@ -110,6 +135,8 @@ class Terminal:
         return self._process.wait()
 
     def _read(self) -> bool:
+        ready, _, _ = select.select([self._fd], [], [], PATIENCE_S)
+        assert ready, f"nothing came for {PATIENCE_S} s after {self.shown!r}"
         try:
             chunk = os.read(self._fd, 65536)
         except OSError:  # Linux's way to say that the other side has closed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, SMALL, started
+from tests.cli.conftest import PATIENCE_S, ROOT, SMALL, started
 
 
 def test_help_names_the_commands_and_the_exit_codes(jpaged) -> None:
@@ -32,7 +32,7 @@ def test_version(jpaged) -> None:
 
 def test_the_command_starts_without_jax() -> None:
     code = "import sys, jpaged.cli; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,9 @@ def test_the_command_starts_without_jax() -> None:
         (["generate", "x", "--stream", "--json"], 2, "--stream"),
         (["generate", "caf\udce9"], 2, "not valid UTF-8 at character 3"),
         (["chat", "--min-p", "2"], 2, "min_p is 2.0"),
+        (["generate", "x", "--dtype", "int8"], 2, "dtype is 'int8'"),
+        (["info", "--dtype", "float31"], 2, "dtype is 'float31'"),
+        (["chat", "--implementation", "cuda"], 2, "implementation is 'cuda'"),
         (["info", "--num-pages", "1"], 2, "num_pages is 1"),
         (["generate", "x", "--model", "./no-such-model"], 1, "no-such-model"),
         (["chat", "--model", "./no-such-model"], 1, "no-such-model"),
@@ -115,7 +118,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(tiny_folder: Path) -> None:
         assert process.stdout is not None
         process.stdout.read(1)  # it generates
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=180)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert errors == "jpaged: interrupted\n"
 
@@ -128,4 +131,4 @@ def test_a_reader_that_goes_away_is_quiet(tiny_folder: Path) -> None:
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=180) == 141
+        assert process.wait(timeout=PATIENCE_S) == 141

@@ -112,7 +112,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(terminal, tiny_folder: Path) -> 
     assert "/reset" in banner
     screen.type("Hi\n")
     screen.wait_for("Hi\r\n")
-    screen.wait_for("\N{REPLACEMENT CHARACTER}")  # a random model: the answer has begun
+    screen.wait_for_more()  # the answer has begun
     screen.type("\x03")
     screen.wait_for("> ")
     screen.type("/reset\n")

@@ -4,10 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
-from tests.cli.conftest import SMALL
-
 
 def test_the_engine_is_as_foretold(jpaged, tiny_folder: Path) -> None:
     from jpaged import LLM
@@ -55,12 +51,3 @@ def test_what_no_pool_can_hold_is_refused(jpaged, tiny_folder: Path) -> None:
 def test_fetch_prints_a_path(jpaged, tiny_folder: Path) -> None:
     result = jpaged("fetch", tiny_folder)
     assert (result.exit_code, result.stdout) == (0, f"{tiny_folder}\n")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "no-such-dtype"])
-def test_weights_of_an_unknown_dtype_are_refused(jpaged, tiny_folder: Path, dtype: str) -> None:
-    for args in (("info", tiny_folder), ("generate", "x", "--model", tiny_folder, *SMALL)):
-        result = jpaged(*args, "--dtype", dtype)
-        assert result.exit_code == 1
-        assert dtype in result.stderr
-        assert len(result.stderr.splitlines()) == 1

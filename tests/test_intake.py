@@ -1,0 +1,158 @@
+"""The door: what becomes a request, and what is refused with a message that names it."""
+
+import numpy as np
+import pytest
+
+from jpaged.errors import RequestError
+from jpaged.gguf_vocab import gguf_vocabulary
+from jpaged.intake import Intake
+from jpaged.request import SamplingParams
+from jpaged.tokenizer import Tokenizer
+from tests.tiny_vocabs import byte_level_metadata
+
+VOCAB = 64
+
+
+def make_intake(**changes) -> Intake:
+    options = {
+        "vocab_size": VOCAB,
+        "max_logprobs": 5,
+        "max_banned_ids": 4,
+        "eos_token_ids": (2, 3),
+        "tokenizer": None,
+        "seed": 0,
+    }
+    return Intake(**(options | changes))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(gguf_vocabulary(byte_level_metadata(), "test.gguf"), "test.gguf")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 2, 63], (1, 2, 63), np.array([1, 2, 63], np.uint8), [np.int64(1), 2, np.uint16(63)]],
+    ids=["list", "tuple", "numpy", "numpy-scalars"],
+)
+def test_token_ids_become_plain_integers(prompt):
+    request = make_intake().request(prompt, None, None, ())
+    assert request.prompt_token_ids == (1, 2, 63)
+    assert all(type(token) is int for token in request.prompt_token_ids)
+    assert request.params == SamplingParams()
+
+
+def test_a_range_is_a_prompt():
+    assert make_intake().request(range(3), None, None, ()).prompt_token_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty; expected at least one token id"),
+        (np.array([], np.int32), "the prompt is empty"),
+        ([VOCAB], r"the prompt holds token id 64, the vocabulary is \[0, 64\)"),
+        ([1, -1], "the prompt holds token id -1"),
+        ([2**70], "the prompt holds token id 1180591620717411303424"),
+        ([1.0], r"text or a list of token ids, got \[1.0\]"),
+        ([True], "list of token ids"),
+        ([None], "list of token ids"),
+        ([[1, 2]], "list of token ids"),
+        (np.array([1.5]), "list of token ids"),
+        (np.array([True]), "list of token ids"),
+        (np.array([[1, 2]]), "list of token ids"),
+        (None, "list of token ids, got None"),
+        (7, "list of token ids, got 7"),
+        (iter([1]), "list of token ids"),
+        (b"ab", "list of token ids, got b'ab'"),
+        (bytearray(b"ab"), "list of token ids"),
+        (memoryview(b"ab"), "list of token ids"),
+        ({1: 2}, "list of token ids"),
+        ({1, 2}, "list of token ids"),
+        ("text", "no tokenizer; give token ids"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(prompt, message):
+    with pytest.raises(RequestError, match=message):
+        make_intake().request(prompt, None, None, ())
+
+
+def test_text_is_encoded(tokenizer):
+    intake = make_intake(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    assert intake.request("hello", None, None, ()).prompt_token_ids == tuple(tokenizer.encode("hello"))
+    with pytest.raises(RequestError, match="empty; expected at least one character"):
+        intake.request("", None, None, ())
+    with pytest.raises(RequestError, match="surrogate"):
+        intake.request("\ud800", None, None, ())
+    with pytest.raises(RequestError, match=r"the tokenized prompt holds token id .* the vocabulary is \[0, 64\)"):
+        make_intake(tokenizer=tokenizer).request("two words", None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 0}, "expected SamplingParams"),
+        (SamplingParams(logprobs=6), r"logprobs is 6, this engine gives at most 5 \(max_logprobs\)"),
+        (SamplingParams(prompt_logprobs=6), "prompt_logprobs is 6"),
+        (SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias holds token id 64"),
+        (SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids holds token id 64"),
+        (SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        (
+            SamplingParams(min_tokens=1, stop_token_ids=[5, 6, 7]),
+            "min_tokens bans 5 end-of-sequence and stop token ids until then, expected at most 4",
+        ),
+    ],
+)
+def test_parameters_that_the_engine_cannot_serve_are_refused(params, message):
+    with pytest.raises(RequestError, match=message):
+        make_intake().request([1], params, None, ())
+
+
+@pytest.mark.parametrize(
+    ("params", "changes"),
+    [
+        (SamplingParams(logprobs=5, prompt_logprobs=5), {}),
+        (SamplingParams(logit_bias={63: 1.0}, stop_token_ids=[63]), {}),
+        (SamplingParams(min_tokens=1, stop_token_ids=[5, 6]), {}),
+        (SamplingParams(min_tokens=1, stop_token_ids=[2, 3, 5, 6]), {}),  # two of them are the model's own
+        (SamplingParams(stop_token_ids=[5, 6, 7]), {}),  # nothing is banned without min_tokens
+        (SamplingParams(min_tokens=1, stop_token_ids=[5, 6]), {"eos_token_ids": (2, 3, 900)}),  # 900 cannot come
+    ],
+)
+def test_parameters_at_the_limits_are_taken(params, changes):
+    assert make_intake(**changes).request([1], params, None, ()).params is params
+
+
+def test_what_intake_lets_through_the_sampler_can_hold():
+    from jpaged.sampler_state import MAX_BANNED_IDS, entry_for
+
+    eos = tuple(range(100, 100 + MAX_BANNED_IDS - 64))
+    intake = make_intake(vocab_size=500, max_banned_ids=MAX_BANNED_IDS, eos_token_ids=eos)
+    params = SamplingParams(min_tokens=1, stop_token_ids=list(range(64)))
+    request = intake.request([1], params, None, ())
+    assert entry_for(request.params, eos, 500).banned_ids.tolist() == [*range(64), *eos]
+    intake = make_intake(vocab_size=500, max_banned_ids=MAX_BANNED_IDS, eos_token_ids=(*eos, 400))
+    with pytest.raises(RequestError, match=r"bans 81 .* at most 80"):
+        intake.request([1], params, None, ())
+
+
+def test_request_ids_are_made_up_where_none_lives():
+    intake = make_intake()
+    ids = [intake.request([1], None, None, {"1", "2"}).request_id for _ in range(3)]
+    assert ids == ["0", "3", "4"]
+    assert intake.request([1], None, "mine", {"mine"}).request_id == "mine"  # duplicates are the scheduler's to refuse
+    for bad in ("", 7, b"x"):
+        with pytest.raises(RequestError, match=r"request_id is .*, expected a non-empty string"):
+            intake.request([1], None, bad, ())
+
+
+def test_seeds_are_the_requests_own_or_drawn_from_the_engines():
+    def seeds(seed: int) -> list[int]:
+        intake = make_intake(seed=seed)
+        return [intake.request([1], params, None, ()).seed for params in (None, SamplingParams(seed=9), None)]
+
+    first = seeds(1)
+    assert first == seeds(1)
+    assert first[1] == 9
+    assert len({*first, *seeds(2)}) == 5
+    assert all(0 <= seed < 2**63 for seed in first)
