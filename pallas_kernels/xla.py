@@ -44,7 +44,7 @@ class AttentionOptions:
     soft_cap: float | None
 
 
-def _gather(pool: Array, page_ids: Array, accelerator: bool) -> tuple[Array, Array]:
+def _gather(pool: Array, page_ids: Array, *, accelerator: bool) -> tuple[Array, Array]:
     """Gathers K and V of pages i32[B, C] from [N, K, 2 * Hkv, D], each as [B, Hkv, C * K, D]."""
     b, c = page_ids.shape
     _, page_size, heads, d = pool.shape
@@ -52,14 +52,22 @@ def _gather(pool: Array, page_ids: Array, accelerator: bool) -> tuple[Array, Arr
         # Whole pages: asked for heads, XLA's TPU compiler keeps a second pool with another layout.
         kv = pool.at[page_ids].get(mode="promise_in_bounds").reshape(b, c * page_size, heads // 2, 2, d)
         return kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
+    # A gather that also moves the heads out: on CPU it takes half the time of gathering pages and transposing them.
+    k, v = (_gather_heads(pool, page_ids, jnp.arange(which, heads, 2, dtype=jnp.int32)) for which in (0, 1))
+    return k, v
 
-    def head_major(which: int) -> Array:
-        # A gather that also moves the heads out: on CPU it takes half the time of gathering pages and transposing them.
-        ids = jnp.arange(which, heads, 2, dtype=jnp.int32)
-        kv = pool.at[page_ids[:, None, :], :, ids[None, :, None], :].get(mode="promise_in_bounds")
-        return kv.reshape(b, heads // 2, c * page_size, d)
 
-    return head_major(0), head_major(1)
+def _gather_joint(pool: Array, page_ids: Array) -> Array:
+    """Gathers K and V of pages side by side, as [B, Hkv, C * K, 2 * D]: they are neighbours in memory."""
+    pages, page_size, heads, d = pool.shape
+    joint = pool.reshape(pages, page_size, heads // 2, 2 * d)
+    return _gather_heads(joint, page_ids, jnp.arange(heads // 2, dtype=jnp.int32))
+
+
+def _gather_heads(pool: Array, page_ids: Array, heads: Array) -> Array:
+    """Gathers heads of pages i32[B, C] from [N, K, H, D] as [B, heads, C * K, D]."""
+    kv = pool.at[page_ids[:, None, :], :, heads[None, :, None], :].get(mode="promise_in_bounds")
+    return kv.reshape(page_ids.shape[0], heads.shape[0], -1, pool.shape[3])
 
 
 def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelerator, options, with_lse):
@@ -79,11 +87,17 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
     b, m, hq, d = q.shape
     hkv, page_size, run = spec.num_kv_heads, spec.page_size, pages * spec.page_size
     g = hq // hkv
-    # Products are of q's dtype on an accelerator, where that is fast, summed in f32: exact for 16-bit and 8-bit pages.
-    dtype = q.dtype if accelerator and spec.dtype.itemsize <= q.dtype.itemsize else jnp.dtype(jnp.float32)
+    # On an accelerator factors stay 16-bit, which is fast, if q's dtype holds the pages' values exactly; sums are f32.
+    exact = spec.quantized or spec.dtype == q.dtype
+    dtype = q.dtype if accelerator and exact else jnp.dtype(jnp.float32)
     product = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     # [B, Hkv, M * G, D]: the query heads of a KV head share its keys in one matrix product.
     q = q.reshape(b, m, hkv, g, d).transpose(0, 2, 1, 3, 4).reshape(b, hkv, m * g, d).astype(dtype)
+    # For single queries CPU time goes into reading pages, and one gather of K beside V costs less than two. K is then
+    # all of it, under a q that is 0 along V; V is all of it too, and the half of the sum that came from K is cut off.
+    joint = m == 1 and not accelerator
+    if joint:
+        q = jnp.concatenate([q, jnp.zeros_like(q)], axis=-1)
 
     q_positions = first[:, None] + jnp.arange(m, dtype=jnp.int32)
     stop = jnp.where(count > 0, first + count, 0)  # keys at and after it are not seen by any query of the item
@@ -105,12 +119,15 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
         if options.sliding_window is not None:
             visible &= positions > q_positions[:, :, None] - options.sliding_window
 
-        k, v = (x.astype(dtype) for x in _gather(kv_pages.data, page_ids, accelerator))
-        v = jnp.where(seen[:, None, :, None], v, jnp.zeros((), dtype))
-        if m == 1:
-            # Keys on the left: XLA's CPU compiler takes half the time for the thin product of a few query heads.
+        zero = jnp.zeros((), dtype)
+        if joint:
+            kv = _gather_joint(kv_pages.data, page_ids).astype(dtype)
+            k = v = jnp.where(seen[:, None, :, None], kv, zero)
+            # Keys on the left: the CPU takes half the time for the thin product of a few query heads.
             s = product("bhkd,bhmd->bhkm", k, q).swapaxes(2, 3) * options.scale
         else:
+            k, v = (x.astype(dtype) for x in _gather(kv_pages.data, page_ids, accelerator=accelerator))
+            v = jnp.where(seen[:, None, :, None], v, zero)
             s = product("bhmd,bhkd->bhmk", q, k) * options.scale
         if kv_pages.scales is not None:
             kv_scales = kv_pages.scales[page_ids].reshape(b, pages, hkv, 2, page_size)
@@ -124,8 +141,8 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
         visible = visible.reshape(b, 1, m, 1, pages, page_size)
         s = jnp.where(visible, s.reshape(split), _MASKED)
         new_top = jnp.maximum(top, jnp.max(s, axis=(-2, -1)))
-        # Masked scores give 0 once a query has seen a key. Before, `top` is as low as they are and they give 1; V is 0
-        # there, and the first key seen brings a `decay` of 0 that wipes out `total`.
+        # Masked scores give 0 once a query has seen a key. Before, `top` is as low as they are and they give 1: V is
+        # finite there, and the first key that is seen brings a `decay` of 0 that wipes out `total` and `acc`.
         p = jnp.exp(s - new_top[..., None, None])
         decay = jnp.exp(top - new_top)
         total = total * decay + jnp.sum(p, axis=(-2, -1))
@@ -133,7 +150,7 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
         if kv_pages.scales is not None:
             p = p * jnp.where(seen[:, None, None], kv_scales[:, :, 1], 0.0)
         pv = product("bhmk,bhkd->bhmd", p.astype(dtype), v)
-        return new_top, total, acc * decay[..., None] + pv.reshape(acc.shape)
+        return new_top, total, acc * decay[..., None] + pv.reshape(acc.shape)  # [..., 2 * D] if joint
 
     state = (b, hkv, m, g)
     if sinks is None:
@@ -141,9 +158,11 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
     else:
         # A sink is a logit without a value: as if one key with that score had been seen before the first page.
         top, total = jnp.broadcast_to(sinks.reshape(hkv, 1, g), state), jnp.ones(state, jnp.float32)
-    top, total, acc = lax.fori_loop(first_run, last_run, trip, (top, total, jnp.zeros((*state, d), jnp.float32)))
+    acc = jnp.zeros((*state, q.shape[-1]), jnp.float32)
+    top, total, acc = lax.fori_loop(first_run, last_run, trip, (top, total, acc))
 
-    out = (acc / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(b, m, hq, d)
+    total = jnp.maximum(total, 1e-30)  # at least 1 where a key was seen; 0 only in padding
+    out = (acc[..., -d:] / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(b, m, hq, d)
     lse = (top + jnp.log(total)).transpose(0, 2, 1, 3).reshape(b, m, hq) if with_lse else None
     return out, lse
 

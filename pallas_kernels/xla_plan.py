@@ -34,12 +34,12 @@ class XLABlocks:
 def choose_blocks(platform: str, page_size: int, num_tokens: int, num_rows: int) -> XLABlocks:
     """Picks the tile sizes by platform; a heuristic from measurements of SmolLM2's heads (9 over 3, of 64).
 
-    On CPU a trip costs some 20 us however little it does, while gathered pages are read from a cache only as long as a
-    trip's are few: 8 rows of 64 tokens or one row of 128 are at the flat bottom between, and several prefill items a
-    trip gain nothing. An accelerator waits longer for the host at each trip than it computes: large tiles.
+    On CPU a trip costs some 20 us however little it does, while gathered pages are read from a near cache only as long
+    as a trip's are few: 4 rows of 64 tokens or one row of 128 are at the flat bottom between, and several prefill items
+    a trip gain nothing. An accelerator waits longer for the host at each trip than it computes: large tiles.
     """
     if platform == "cpu":
-        decode_rows, block_q, prefill_items, decode_tokens, prefill_tokens = 8, 64, 1, 64, 128
+        decode_rows, block_q, prefill_items, decode_tokens, prefill_tokens = 4, 64, 1, 64, 128
         if num_rows == 1:
             decode_tokens = 128
     else:

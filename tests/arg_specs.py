@@ -1,7 +1,7 @@
 """The shapes that every implementation of paged attention is tested on, and inputs for them.
 
 Inputs are hostile: page ids are shuffled, and everything that no query may see (free pages, the null page, the tail of
-a row's last page, pages that a sliding window has left behind) is NaN.
+a row's last page, pages that a sliding window has left behind, padding tokens) is NaN.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jpaged.pallas_kernels.quantization import quantize
 class ArgSpec:
     """One call. Rows with one query token come first; `num_decode` says how many of them are announced as decode rows.
 
-    `pad_rows` and `pad_tokens` are appended; `pad_pages` widens the page table.
+    `pad_rows` and `pad_tokens` are appended; `pad_pages` widens the page table, `free_pages` the pool.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ArgSpec:
     pad_rows: int = 0
     pad_tokens: int = 0
     pad_pages: int = 1
+    free_pages: int = 2
     slow: bool = False
 
     @property
@@ -54,7 +55,7 @@ class ArgSpec:
     @property
     def page_spec(self) -> PageSpec:
         return PageSpec(
-            num_pages=self.num_live_pages + 3,  # the null page and two free ones
+            num_pages=1 + self.num_live_pages + self.free_pages,
             page_size=self.page_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -186,21 +187,26 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
     data, scales = poisoned_pages(page_spec)
     before, scales_before = data.copy(), None if scales is None else scales.copy()
 
-    def normal(*shape: int) -> jnp.ndarray:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(spec.dtype)
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(jnp.dtype(spec.dtype))
 
-    new_k, new_v = (normal(spec.num_tokens, spec.num_kv_heads, spec.head_dim) for _ in range(2))
+    def tokens(heads: int) -> np.ndarray:
+        x = normal(spec.num_tokens, heads, spec.head_dim)
+        x[sum(spec.q_lens) :] = np.nan
+        return x
+
+    new_k, new_v = (tokens(spec.num_kv_heads) for _ in range(2))
     for row, (q_len, kv_len) in enumerate(zip(spec.q_lens, spec.kv_lens, strict=True)):
         kv = normal(kv_len, spec.num_kv_heads, 2, spec.head_dim)
         begin = int(meta.cu_q_lens[row])
-        own = jnp.stack([new_k[begin : begin + q_len], new_v[begin : begin + q_len]], axis=2)
-        kv = jnp.concatenate([kv[: kv_len - q_len], own])
+        own = np.stack([new_k[begin : begin + q_len], new_v[begin : begin + q_len]], axis=2)
+        kv = np.concatenate([kv[: kv_len - q_len], own])
         kv_scales = None
         if page_spec.quantized:
-            values, row_scales = quantize(kv, page_spec.dtype)
+            values, row_scales = quantize(jnp.asarray(kv), page_spec.dtype)
             kv, kv_scales = np.asarray(values), np.asarray(row_scales)
         else:
-            kv = np.asarray(kv.astype(page_spec.dtype))
+            kv = kv.astype(page_spec.dtype)
         positions = np.arange(kv_len)
         pages, offsets = page_table[row, positions // spec.page_size], positions % spec.page_size
         for pool, pool_scales, until in ((data, scales, kv_len), (before, scales_before, kv_len - q_len)):
@@ -209,10 +215,10 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
             if pool_scales is not None and kv_scales is not None:
                 pool_scales[pages[seen], :, :, offsets[seen]] = kv_scales[seen]
     return Inputs(
-        q=normal(spec.num_tokens, spec.num_heads, spec.head_dim),
-        k=new_k,
-        v=new_v,
-        sinks=jnp.asarray(rng.standard_normal(spec.num_heads), jnp.float32) if spec.sinks else None,
+        q=jnp.asarray(tokens(spec.num_heads)),
+        k=jnp.asarray(new_k),
+        v=jnp.asarray(new_v),
+        sinks=jnp.asarray(rng.standard_normal(spec.num_heads).astype(np.float32)) if spec.sinks else None,
         kv_pages=_device_pages(page_spec, data, scales),
         pages_before=_device_pages(page_spec, before, scales_before),
         meta=meta,

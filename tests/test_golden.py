@@ -4,6 +4,7 @@ The values are in tests/golden/*.json, made by scripts/make_golden.py, which say
 log-probabilities must be within 1e-3 (and are asked to be far nearer for the small models, to see an epsilon).
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_the_golden_values_cover_what_they_promise() -> None:
     assert all(len(entry["output_token_ids"]) == len(entry["top_ids"]) == 64 for entry in PROMPTS)
     assert min(len(entry["token_ids"]) for entry in PROMPTS) == 1
     assert list(TINY) == list(tiny_models.VARIANTS)
-    # A token is only evidence if float32 can tell it from the second.
+    # A token is evidence only if float32 can tell it from the second.
     assert SMOLLM2["smallest_gaps"][0][0] > 2 * SMOLLM2["provenance"]["float32_noise"]
 
 
@@ -154,42 +155,55 @@ def test_scores_equal_transformers(llm) -> None:
 
 
 # --- small random models ----------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=list(TINY))
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """The golden entry, and the model read from a folder as Hugging Face writes it."""
+# Compiling a step takes longest. These seven hold every branch between them; the others go through pages when
+# slow tests are asked for.
+THROUGH_PAGES = ("mha", "mqa", "head_dim", "odd_heads", "rope_parameters", "llama32_like", "bias_mqa_linear_tied")
+
+
+@pytest.fixture(scope="module")
+def load_tiny(tmp_path_factory: pytest.TempPathFactory):
+    """Of a name, the golden entry and the model, read from a folder as Hugging Face writes it."""
     from safetensors.numpy import save_file
 
     from jpaged.models import load_model
 
-    entry = TINY[request.param]
-    tensors = tiny_models.weights(entry["config"], entry["seed"])
-    assert tiny_models.digest(tensors) == entry["sha256"], "numpy draws other weights than those of the golden values"
-    folder = tmp_path_factory.mktemp(entry["name"])
-    (folder / "config.json").write_text(json.dumps(entry["config"]))
-    save_file(tensors, folder / "model.safetensors")
-    return entry, load_model(folder, dtype="float32")
+    @functools.cache
+    def load(name: str):
+        entry = TINY[name]
+        tensors = tiny_models.weights(entry["config"], entry["seed"])
+        assert tiny_models.digest(tensors) == entry["sha256"], "numpy draws other weights than for the golden values"
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(entry["config"]))
+        save_file(tensors, folder / "model.safetensors")
+        return entry, load_model(folder, dtype="float32")
+
+    return load
 
 
-def test_tiny_dense_logits_equal_transformers(tiny) -> None:
+@pytest.mark.parametrize("name", list(TINY))
+def test_tiny_dense_logits_equal_transformers(load_tiny, name: str) -> None:
     import jax.numpy as jnp
     from flax import nnx
 
-    entry, model = tiny
+    entry, model = load_tiny(name)
     longest = max(len(whole(run)) for run in entry["runs"])
     rows = jnp.array([whole(run) + [0] * (longest - len(whole(run))) for run in entry["runs"]], jnp.int32)
     made = np.asarray(nnx.jit(lambda model, rows: model.causal_logits(rows))(model, rows))
     for run, row in zip(entry["runs"], made, strict=True):
         logits = row[len(run["token_ids"]) - 1 : len(whole(run))]
-        near(logits[0], run["first_logits"], TINY_ATOL, entry["name"])
-        near(logits[-1], run["last_logits"], TINY_ATOL, entry["name"])
+        near(logits[0], run["first_logits"], TINY_ATOL, name)
+        near(logits[-1], run["last_logits"], TINY_ATOL, name)
         assert logits.argmax(1).tolist() == run["output_token_ids"]
 
 
-def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(tiny) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name in THROUGH_PAGES else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
+)
+def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(load_tiny, name: str) -> None:
     """Twenty pages of 8 tokens are too few for the three requests: one is preempted and computed again."""
     from jpaged import LLM, CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 
-    entry, model = tiny
+    entry, model = load_tiny(name)
     config = EngineConfig(
         cache=CacheConfig(page_size=8, num_pages=20),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128),
@@ -202,5 +216,5 @@ def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(tiny) -> None
     for run, output in zip(entry["runs"], outputs, strict=True):
         assert list(output.token_ids) == run["output_token_ids"]
         want = np.array(run["chosen_logits"]) - np.array(run["log_normalizer"])
-        near([got.logprob for got in output.logprobs or ()], want, TINY_ATOL, entry["name"])
+        near([got.logprob for got in output.logprobs or ()], want, TINY_ATOL, name)
     assert sum(output.num_preemptions for output in outputs) > 0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, paged_attention, plan_attention
 from jpaged.pallas_kernels.reference import paged_attention_reference
-from tests.arg_specs import ARG_SPEC_PARAMS, ArgSpec, Inputs, make_inputs
+from jpaged.pallas_kernels.xla_plan import plan_xla
+from tests.arg_specs import ARG_SPEC_PARAMS, ARG_SPECS, ArgSpec, Inputs, make_inputs
 
 # Everything is accumulated in f32 whatever the pages' dtype, and quantised values reach the reference dequantised, so
 # f32 queries differ by rounding only: some ten roundings of 6e-8 on values of order 1; 2e-5 leaves room for long sums.
@@ -66,7 +67,8 @@ def ragged_specs(draw: st.DrawFn) -> ArgSpec:
 @settings(max_examples=15)
 @given(ragged_specs(), st.integers(0, 2**16))
 def test_random_mixes(spec: ArgSpec, seed: int) -> None:
-    spec = dataclasses.replace(spec, pad_pages=8 - max(-(-kv_len // spec.page_size) for kv_len in spec.kv_lens))
+    longest = max(-(-kv_len // spec.page_size) for kv_len in spec.kv_lens)
+    spec = dataclasses.replace(spec, pad_pages=8 - longest, free_pages=41 - spec.num_live_pages)
     inputs = make_inputs(spec, seed)
     out, lse = attend(inputs, spec)
     expected, expected_lse = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
@@ -134,6 +136,21 @@ def test_temporaries_do_not_grow_with_the_context_or_the_pool() -> None:
     assert large == small
     # A gathered context of the large call would take 9 rows * 4096 pages * 1 KiB = 37 MB.
     assert large < 2**21
+
+
+@pytest.mark.parametrize("name", ["mixed", "bfloat16", "everything", "float8_for_bfloat16"])
+def test_as_on_an_accelerator(name: str) -> None:
+    """The choices made for GPUs and TPUs, run on whatever is here."""
+    spec = next(spec for spec in ARG_SPECS if spec.name == name)
+    inputs = make_inputs(spec)
+    work = plan_xla(inputs.meta, spec.page_size, "gpu")
+    assert work.blocks.accelerator
+    out, lse = attend(dataclasses.replace(inputs, meta=dataclasses.replace(inputs.meta, work=work)), spec)
+    expected, expected_lse = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
+    # Where q is 16-bit, the weights (at most 1) are rounded to its dtype too before they meet V (some 4 at most).
+    tolerance = TOLERANCE[spec.dtype] if spec.dtype == "float32" else {"rtol": 2**-8, "atol": 4 * 2**-9}
+    np.testing.assert_allclose(out, expected, **tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
 
 
 def test_planned_once_equals_planned_inside() -> None:
