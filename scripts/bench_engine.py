@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     args = parser.parse_args()
 
-    model = load_model(Path(fetch(args.model)), dtype=args.dtype)
+    path = fetch(args.model)
+    name = path.stem if Path(args.model).exists() else args.model
+    model = load_model(path, dtype=args.dtype)
     config = EngineConfig(
         scheduler=SchedulerConfig(max_num_seqs=args.requests, max_model_len=args.tokens),
         warmup="eager",
@@ -114,7 +116,7 @@ def main() -> None:
         for name in ("plan_s", "pack_s", "dispatch_s", "wait_s", "update_s")
     }
     results = {
-        "model": args.model,
+        "model": name,
         "dtype": args.dtype,
         "requests": args.requests,
         "requests_one_by_one": args.alone,
@@ -131,7 +133,7 @@ def main() -> None:
     }
     if not args.json:
         print_table(
-            f"{args.requests} requests of {args.tokens} tokens, {args.model}, {args.dtype}",
+            f"{args.requests} requests of {args.tokens} tokens, {name}, {args.dtype}",
             ["", "output tokens/s"],
             [
                 ["together", f"{tokens_per_s:.1f}"],

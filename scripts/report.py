@@ -1,6 +1,7 @@
 """What every script that prints figures has in common: tables for people, and a last line of JSON."""
 
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -20,6 +21,14 @@ def _git(*arguments: str) -> str:
         return ""
 
 
+def _commit() -> str:
+    """The commit measured; "-dirty" if files differ from it. JPAGED_COMMIT names it where there is no git checkout."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return os.environ.get("JPAGED_COMMIT", "unknown")
+    return commit + ("-dirty" if _git("status", "--porcelain") else "")
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -32,16 +41,18 @@ def environment() -> dict[str, Any]:
     """Commit, date, device and versions: what a figure is worth nothing without."""
     import jax
 
+    import jpaged
+
     device = jax.devices()[0]
-    versions = {}
-    for name in ("jpaged", "jax", "jaxlib", "flax", "numpy"):
+    versions = {"jpaged": jpaged.__version__}
+    for name in ("jax", "jaxlib", "flax", "numpy"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
     name = f"{_processor()}, {_cpu_count()} cores" if device.platform == "cpu" else device.device_kind
     return {
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
+        "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": name,
         "platform": device.platform,
@@ -51,8 +62,6 @@ def environment() -> dict[str, Any]:
 
 
 def _cpu_count() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
