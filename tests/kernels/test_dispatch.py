@@ -59,7 +59,7 @@ def test_reasons_are_collected_over_the_candidates() -> None:
 
 
 def test_the_mesh_in_use_decides() -> None:
-    assert current_platform() == "cpu"
+    assert current_platform() != "tpu"
     device = jax.sharding.AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
