@@ -1,5 +1,6 @@
 """`Engine`: requests in, outputs out. `step()` is the whole system on one page: plan, dispatch, collect."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,6 +29,8 @@ from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.step import StepOutputs, StepRunner, read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import StepPlan
 from jpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
         self._failure: BaseException | None = None
+        logger.info("attention by %s (%s); pool: %s", self.implementation, self.implementation_reason, self.pool_plan)
         if config.warmup == "eager":
             self.warm_up()
 

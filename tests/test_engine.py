@@ -4,20 +4,16 @@ import re
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.engine import Engine
-from jpaged.errors import ConfigError, PromptTooLongError, RecompileError, RequestError
+from jpaged.errors import ConfigError
 from jpaged.request import SamplingParams
+from tests.engine_driver import GREEDY, PAGE, PROMPTS, make_engine, serve, tokens_of
 from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
-
-PAGE = 8
-PROMPTS = [[1, 2, 3], [9] * 17, list(range(20, 36)), [40], [5, 4, 3, 2, 1, 0, 7, 7, 7]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +24,6 @@ def model():
 @pytest.fixture(scope="module")
 def expected(model):
     return [greedy_without_cache(model, prompt, 12) for prompt in PROMPTS]
-
-
-def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, **options) -> Engine:
-    config = EngineConfig(
-        cache=CacheConfig(page_size=PAGE, num_pages=num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length),
-        check_invariants=True,
-        compilation_cache=False,
-        **{"token_buckets": (seqs, budget), **options},
-    )
-    return Engine(model, config)
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +42,6 @@ def small_engine(model):
 def narrow_engine(model):
     """Two rows and five tokens a step: every prompt comes in chunks."""
     return make_engine(model, seqs=2, budget=5, token_buckets=(2, 5))
-
-
-def serve(engine: Engine, requests, *, at_once: bool = True) -> list:
-    """Outputs in order of the requests; checks the page accounting after each step."""
-    done = {}
-    for index, (prompt, params) in enumerate(requests):
-        engine.add(prompt, params, request_id=f"r{index}")
-        while not at_once and engine.has_work:
-            done.update((output.request_id, output) for output in engine.step())
-    while engine.has_work:
-        done.update((output.request_id, output) for output in engine.step())
-        stats = engine.stats()
-        assert stats.pages_free + stats.now.pages_used + 1 == stats.num_pages
-    assert engine.stats().now.pages_used == 0
-    return [done[f"r{index}"] for index in range(len(requests))]
-
-
-def tokens_of(outputs) -> list[list[int]]:
-    return [list(output.token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -231,66 +197,6 @@ def test_abort_frees_everything_and_leaves_the_others_alone(small_engine, expect
     assert engine.stats().now.pages_used == 0
 
 
-def test_nan_ends_one_request_and_does_not_leak():
-    bad = [1, 63, 2]
-    # The tied head would give NaN for token 63 everywhere, so give the model a head of its own.
-    untied = tiny_llama(tie_word_embeddings=False)
-    untied.embed[...] = untied.embed[...].at[63].set(jnp.nan)
-    clean = tokens_of(serve(make_engine(untied), [(prompt, GREEDY) for prompt in PROMPTS]))
-    engine = make_engine(untied)
-    outputs = serve(engine, [(PROMPTS[0], GREEDY), (bad, GREEDY), *((prompt, GREEDY) for prompt in PROMPTS[1:])])
-    assert outputs[1].finish_reason == "error"
-    assert "NaN" in outputs[1].error
-    assert tokens_of([outputs[0], *outputs[2:]]) == clean
-    # Its pages are reused by others now: stale NaN must not reach them.
-    assert tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])) == clean
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], GREEDY, "empty"),
-        ([1, 64], GREEDY, r"token id 64.*\[0, 64\)"),
-        ([-1], GREEDY, "token id -1"),
-        ([1.5], GREEDY, "list of token ids"),
-        ([True], GREEDY, "list of token ids"),
-        (None, GREEDY, "list of token ids"),
-        ([1] * 128, GREEDY, "128 tokens"),
-        ([1] * 120, GREEDY, "lower max_tokens"),
-        ("text", GREEDY, "no tokenizer"),
-        ([1], SamplingParams(stop="x"), "tokenizer"),
-        ([1], SamplingParams(logprobs=21), "at most 20"),
-        ([1], SamplingParams(prompt_logprobs=21), "at most 20"),
-        ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias holds token id 64"),
-        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids holds token id 64"),
-        ([1], {"temperature": 0}, "expected SamplingParams"),
-    ],
-)
-def test_bad_requests_are_refused_at_the_door(engine, expected, prompt, params, message):
-    engine.add(PROMPTS[0], GREEDY)
-    with pytest.raises(RequestError, match=message):
-        engine.add(prompt, params)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert tokens_of(outputs) == [expected[0]]
-    assert engine.stats().now.pages_used == 0
-
-
-def test_a_prompt_longer_than_the_pool_is_refused(model, small_engine):
-    with pytest.raises(PromptTooLongError, match="48"):
-        small_engine.add([1] * 60, GREEDY)
-    with pytest.raises(ConfigError, match="holds 24 tokens"):
-        make_engine(model, num_pages=4, length=25)
-
-
-def test_duplicate_request_id_is_refused(engine):
-    engine.add([1], GREEDY, request_id="a")
-    with pytest.raises(RequestError, match="'a'"):
-        engine.add([2], GREEDY, request_id="a")
-    engine.abort("a")
-
-
 def test_a_mix_of_everything_compiles_nothing_after_warm_up(model):
     engine = make_engine(model, token_buckets=(1, 32), recompile="error")
     shapes = []
@@ -301,18 +207,6 @@ def test_a_mix_of_everything_compiles_nothing_after_warm_up(model):
     requests += [(PROMPTS[1], SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=20, min_tokens=1))]
     serve(engine, requests)
     assert engine.stats().num_compilations == len(engine.step_shapes)
-
-
-def test_a_late_shape_is_an_error_or_a_warning(model, caplog):
-    engine = make_engine(model, recompile="error")
-    engine._runner.mark_warm()
-    engine.add([1], GREEDY)
-    with pytest.raises(RecompileError, match="T4 S4"):
-        engine.step()
-    engine = make_engine(model)
-    engine._runner.mark_warm()
-    serve(engine, [([1], GREEDY)])
-    assert "compiles late" in caplog.text
 
 
 def test_the_compiled_step_copies_no_pool(model):
@@ -342,22 +236,6 @@ def test_update_weights_changes_the_answers_without_a_recompile(model, expected)
         engine.update_weights(tiny_llama(num_hidden_layers=1))
     with pytest.raises(ConfigError, match=r"embed.*expected float32\[64, 32\]"):
         engine.update_weights(tiny_llama(vocab_size=65))
-
-
-def test_a_failed_step_stops_the_engine_and_says_so(model, monkeypatch):
-    engine = make_engine(model)
-    engine.add([1], GREEDY)
-
-    def fail(*args):
-        raise ValueError("device lost")
-
-    monkeypatch.setattr(engine._runner, "run", fail)
-    with pytest.raises(ValueError, match="device lost"):
-        engine.step()
-    with pytest.raises(RuntimeError, match=r"device lost.*make a new Engine"):
-        engine.add([1], GREEDY)
-    with pytest.raises(RuntimeError, match="make a new Engine"):
-        engine.step()
 
 
 def test_streaming_requests_give_each_token(engine, expected):

@@ -1,0 +1,39 @@
+"""Small engines over a tiny model, and a loop that serves requests and checks the page accounting."""
+
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.engine import Engine
+from jpaged.request import SamplingParams
+
+PAGE = 8
+PROMPTS = [[1, 2, 3], [9] * 17, list(range(20, 36)), [40], [5, 4, 3, 2, 1, 0, 7, 7, 7]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, **options) -> Engine:
+    config = EngineConfig(
+        cache=CacheConfig(page_size=PAGE, num_pages=num_pages),
+        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length),
+        check_invariants=True,
+        compilation_cache=False,
+        **{"token_buckets": (seqs, budget), **options},
+    )
+    return Engine(model, config)
+
+
+def serve(engine: Engine, requests, *, at_once: bool = True) -> list:
+    """Outputs in order of the requests; checks the page accounting after each step."""
+    done = {}
+    for index, (prompt, params) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}")
+        while not at_once and engine.has_work:
+            done.update((output.request_id, output) for output in engine.step())
+    while engine.has_work:
+        done.update((output.request_id, output) for output in engine.step())
+        stats = engine.stats()
+        assert stats.pages_free + stats.now.pages_used + 1 == stats.num_pages
+    assert engine.stats().now.pages_used == 0
+    return [done[f"r{index}"] for index in range(len(requests))]
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]

@@ -1,0 +1,108 @@
+"""What is refused, what fails, and that nobody else notices."""
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.errors import ConfigError, PromptTooLongError, RecompileError, RequestError
+from jpaged.request import SamplingParams
+from tests.engine_driver import GREEDY, PROMPTS, make_engine, serve, tokens_of
+from tests.fakes import greedy_without_cache, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return make_engine(model)
+
+
+def test_nan_ends_one_request_and_does_not_leak():
+    bad = [1, 63, 2]
+    # The tied head would give NaN for token 63 everywhere, so give the model a head of its own.
+    untied = tiny_llama(tie_word_embeddings=False)
+    untied.embed[...] = untied.embed[...].at[63].set(jnp.nan)
+    clean = tokens_of(serve(make_engine(untied), [(prompt, GREEDY) for prompt in PROMPTS]))
+    engine = make_engine(untied)
+    outputs = serve(engine, [(PROMPTS[0], GREEDY), (bad, GREEDY), *((prompt, GREEDY) for prompt in PROMPTS[1:])])
+    assert outputs[1].finish_reason == "error"
+    assert "NaN" in outputs[1].error
+    assert tokens_of([outputs[0], *outputs[2:]]) == clean
+    # Its pages are reused by others now: stale NaN must not reach them.
+    assert tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])) == clean
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "empty"),
+        ([1, 64], GREEDY, r"token id 64.*\[0, 64\)"),
+        ([-1], GREEDY, "token id -1"),
+        ([1.5], GREEDY, "list of token ids"),
+        ([True], GREEDY, "list of token ids"),
+        (None, GREEDY, "list of token ids"),
+        ([1] * 128, GREEDY, "128 tokens"),
+        ([1] * 120, GREEDY, "lower max_tokens"),
+        ("text", GREEDY, "no tokenizer"),
+        ([1], SamplingParams(stop="x"), "tokenizer"),
+        ([1], SamplingParams(logprobs=21), "at most 20"),
+        ([1], SamplingParams(prompt_logprobs=21), "at most 20"),
+        ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias holds token id 64"),
+        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids holds token id 64"),
+        ([1], {"temperature": 0}, "expected SamplingParams"),
+    ],
+)
+def test_bad_requests_are_refused_at_the_door(model, engine, prompt, params, message):
+    engine.add(PROMPTS[0], GREEDY)
+    with pytest.raises(RequestError, match=message):
+        engine.add(prompt, params)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert tokens_of(outputs) == [greedy_without_cache(model, PROMPTS[0], 12)]
+    assert engine.stats().now.pages_used == 0
+
+
+def test_a_prompt_longer_than_the_pool_is_refused(model):
+    small_engine = make_engine(model, num_pages=8, length=48)
+    with pytest.raises(PromptTooLongError, match="48"):
+        small_engine.add([1] * 60, GREEDY)
+    with pytest.raises(ConfigError, match="holds 24 tokens"):
+        make_engine(model, num_pages=4, length=25)
+
+
+def test_duplicate_request_id_is_refused(engine):
+    engine.add([1], GREEDY, request_id="a")
+    with pytest.raises(RequestError, match="'a'"):
+        engine.add([2], GREEDY, request_id="a")
+    engine.abort("a")
+
+
+def test_a_late_shape_is_an_error_or_a_warning(model, caplog):
+    engine = make_engine(model, recompile="error")
+    engine._runner.mark_warm()
+    engine.add([1], GREEDY)
+    with pytest.raises(RecompileError, match="T4 S4"):
+        engine.step()
+    engine = make_engine(model)
+    engine._runner.mark_warm()
+    serve(engine, [([1], GREEDY)])
+    assert "compiles late" in caplog.text
+
+
+def test_a_failed_step_stops_the_engine_and_says_so(model, monkeypatch):
+    engine = make_engine(model)
+    engine.add([1], GREEDY)
+
+    def fail(*args):
+        raise ValueError("device lost")
+
+    monkeypatch.setattr(engine._runner, "run", fail)
+    with pytest.raises(ValueError, match="device lost"):
+        engine.step()
+    with pytest.raises(RuntimeError, match=r"device lost.*make a new Engine"):
+        engine.add([1], GREEDY)
+    with pytest.raises(RuntimeError, match="make a new Engine"):
+        engine.step()
