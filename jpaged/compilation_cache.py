@@ -1,5 +1,6 @@
 """Compiled steps on disk: the second start of a program compiles nothing."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,24 @@ import jax
 
 from jpaged.fetch import cache_folder
 
+logger = logging.getLogger(__name__)
+
 
 def enable_compilation_cache() -> Path | None:
     """Turns on jax's persistent compilation cache, unless the program has set it up itself.
 
     Returns:
-      The folder in use; `None` if jax was told to keep none.
+      The folder in use; `None` if jax was told to keep none, or the folder cannot be made.
     """
     settings: Any = jax.config  # its attributes are made at run time, unknown to type checkers
     if not settings.jax_enable_compilation_cache:
         return None
     if settings.jax_compilation_cache_dir is None:
-        settings.update("jax_compilation_cache_dir", os.fspath(cache_folder() / "jax"))
+        folder = cache_folder() / "jax"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("compiled steps are not kept: %s (set JPAGED_CACHE to a folder)", error)
+            return None
+        settings.update("jax_compilation_cache_dir", os.fspath(folder))
     return Path(settings.jax_compilation_cache_dir)

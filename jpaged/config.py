@@ -1,7 +1,7 @@
 """Settings of the page pool, the scheduler and the engine: frozen, checked when they are made.
 
 Nothing here imports jax. Values that depend on the model or on the device (`None` below) are filled in by the engine
-at start, which prints what it chose.
+at start, which logs what it chose.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class CacheConfig:
     Attributes:
       page_size: token slots a page. Small pages waste less, large pages make longer memory transfers.
       num_pages: pages in the pool, the null page included. `None`: as many as `memory_fraction` allows.
-      memory_fraction: part of the device's memory that weights, temporaries and pages may take together.
+      memory_fraction: part of the device's memory that weights, sampler state and pages may take together; the rest is
+        left to the temporaries of a step.
       dtype: how K and V are stored: "float32", "bfloat16", "float16", "float8_e4m3fn" or "int8" (the last two with a
         scale per token and head). `None`: the dtype of the model's activations.
 
@@ -137,14 +138,16 @@ class EngineConfig:
         `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
         each entry of this list and of `page_buckets`.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
-        alone, which costs nothing where attention walks only live pages.
+        alone. Attention walks only live pages, so wide tables cost it nothing; but rows x P page ids go over to the
+        device in every step, which is a megabyte for 32 rows of 131,072 tokens: give smaller buckets there.
       max_logprobs: entries of top-logprobs that a request may ask for.
       warmup: "eager" compiles every step shape at start; "lazy" compiles a shape when it first comes.
       recompile: what happens when a shape compiles after an eager warm-up: "warn" or "error".
       run_ahead: plan and dispatch step k+1 before the tokens of step k are read.
       check_invariants: check the page accounting after every step (tests; costs time on large pools).
       implementation: attention back end: "xla", "mosaic_gpu", "mosaic_tpu"; `None` picks one by the devices in use.
-      seed: of the seeds that requests without one get; the same engine given the same requests repeats itself.
+      seed: of the seeds that requests without one get; a new engine, given the same requests in the same order, repeats
+        the answers.
       compilation_cache: keep compiled steps on disk between runs, in jax's own cache folder if one is set, else in
         `jax/` under the jpaged cache folder.
     """

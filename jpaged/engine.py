@@ -1,6 +1,7 @@
 """`Engine`: requests in, outputs out. `step()` is the whole system on one page: plan, dispatch, collect."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,13 +18,21 @@ from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
 from jpaged.errors import ConfigError
 from jpaged.intake import Intake
+from jpaged.interrupts import deferred_interrupts
 from jpaged.kv_cache import PoolPlan, allocate_pool, plan_pool
 from jpaged.models import PagedModel
 from jpaged.output_builder import OutputBuilder
 from jpaged.page_allocator import PageAllocator
 from jpaged.pallas_kernels import resolve_implementation
 from jpaged.request import Output, SamplingParams, Sequence, TokenLogprobs
-from jpaged.sampler_state import MAX_BANNED_IDS, entry_for, load_entry, make_sampler_state, needs_entry
+from jpaged.sampler_state import (
+    MAX_BANNED_IDS,
+    entry_for,
+    load_entry,
+    make_sampler_state,
+    needs_entry,
+    sampler_state_bytes,
+)
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.step import StepOutputs, StepRunner, read_logprobs, read_prompt_logprobs
@@ -98,7 +107,13 @@ class Engine:
         self.implementation, self.implementation_reason = resolve_implementation(config.implementation)
         dtype = config.cache.dtype or str(np.dtype(weights[0].dtype))
         self.pool_plan: PoolPlan = plan_pool(
-            model, config.cache, config.scheduler, dtype=dtype, implementation=self.implementation, device=device
+            model,
+            config.cache,
+            config.scheduler,
+            dtype=dtype,
+            implementation=self.implementation,
+            device=device,
+            reserved_bytes=sampler_state_bytes(config.scheduler.max_num_seqs, self.vocab_size),
         )
         if eos_token_ids is None:
             eos_token_ids = {*getattr(model, "eos_token_ids", ()), *(tokenizer.eos_token_ids if tokenizer else ())}
@@ -121,8 +136,9 @@ class Engine:
             recompile=config.recompile,
             on_compile=on_compile,
         )
-        self._kv_pages = allocate_pool(model, self.pool_plan, dtype=dtype, implementation=self.implementation)
-        self._state = make_sampler_state(max_num_seqs, self.vocab_size)
+        with jax.default_device(device):  # where the weights are
+            self._kv_pages = allocate_pool(model, self.pool_plan, dtype=dtype, implementation=self.implementation)
+            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
 
         self._intake = Intake(
             vocab_size=self.vocab_size,
@@ -199,10 +215,10 @@ class Engine:
 
         Raises:
           RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
-          RuntimeError: a step failed before; after any error but `KeyboardInterrupt` the engine is of no more use.
+          KeyboardInterrupt: all requests have ended, without an `Output`; the engine takes new ones.
+          RuntimeError: a step failed before; after any other error the engine is of no more use.
         """
         self._check_alive()
-        plan = None
         outputs: list[Output] = []
         try:
             plan = self._plan()
@@ -212,12 +228,8 @@ class Engine:
             while len(self._in_flight) > ahead:
                 outputs += self._collect()
             return outputs
-        except KeyboardInterrupt:
-            # Usually while it compiles or waits. A plan that was not dispatched cannot be taken back, so its requests
-            # end; a step whose results were not read stays in flight.
-            if plan is not None and all(step.plan is not plan for step in self._in_flight):
-                for row in plan.rows:
-                    self.abort(row.seq.request.request_id)
+        except KeyboardInterrupt as interrupt:
+            self._end_all(interrupt)
             raise
         except BaseException as error:
             # The scheduler counts on a step that did not run, or pages were donated to a step that failed.
@@ -236,14 +248,18 @@ class Engine:
             params = seq.request.params
             if needs_entry(params):
                 entry = entry_for(params, self.eos_token_ids, self.vocab_size)
-                self._state = load_entry(self._state, state_index(seq), *entry)
+                with deferred_interrupts():
+                    self._state = load_entry(self._state, state_index(seq), *entry)
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
         compile_before = len(self._runner.compilations)
-        outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
+        if not self._runner.has(shape):  # outside of the block below: compiling takes long
+            self._runner.compile(self._kv_pages, self._state, shape)
+        with deferred_interrupts():  # pages are donated: what goes in must come back
+            outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
+            self._in_flight.append(_InFlight(plan, outputs))
         outputs.token_ids.copy_to_host_async()
         compiling = sum(c.seconds for c in self._runner.compilations[compile_before:])
-        self._in_flight.append(_InFlight(plan, outputs))
         counter = self._counter
         counter.pack_s += packed_at - start
         counter.dispatch_s += time.perf_counter() - packed_at - compiling
@@ -254,6 +270,20 @@ class Engine:
             num_padded=shape.num_tokens - plan.num_tokens,
         )
 
+    def _end_all(self, interrupt: KeyboardInterrupt) -> None:
+        """After Ctrl-C, which may come between any two lines of a step: ends all requests, then looks what is whole."""
+        try:
+            for request_id in list(self._live):
+                self._scheduler.abort(request_id)
+            self._live.clear()
+            self._in_flight.clear()
+            self._scheduler.check_invariants()
+            whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves((self._kv_pages, self._state)))
+        except Exception:
+            whole = False
+        if not whole:  # torn: pages were donated and not received back, or taken and not entered anywhere
+            self._failure = interrupt
+
     def _collect(self) -> list[Output]:
         start = time.perf_counter()
         done = self._in_flight[0]
@@ -261,8 +291,8 @@ class Engine:
         waited = time.perf_counter()
         self._in_flight.popleft()
         logprobs = read_logprobs(done.plan, done.outputs)
-        self._set_prompt_logprobs(done)
-        outputs = []
+        broken = self._set_prompt_logprobs(done)
+        outputs = [self._close(live) for live in broken]
         for update in self._scheduler.update(done.plan, token_ids):
             live = self._live.get(update.seq.request.request_id)
             if live is None or live.seq is not update.seq:
@@ -296,14 +326,23 @@ class Engine:
         del self._live[live.seq.request.request_id]
         self._counter.num_finished += 1
         if live.seq.finish_reason == "error" and live.builder.error is None:
-            live.builder.error = "the model produced NaN: check the weights, or serve in float32 or bfloat16"
+            live.builder.error = (
+                "the model produced NaN, or no token was left to sample: check the weights, the dtype and logit_bias"
+            )
         return live.builder.finish()
 
-    def _set_prompt_logprobs(self, done: _InFlight) -> None:
+    def _set_prompt_logprobs(self, done: _InFlight) -> list[_Live]:
+        """Gives the requests that ask what they asked for; returns those whose model produced NaN, ended."""
+        broken: dict[str, _Live] = {}
         for seq, position, logprobs in read_prompt_logprobs(done.plan, done.outputs):
             live = self._live.get(seq.request.request_id)
-            if live is not None and live.seq is seq:
-                live.builder.set_prompt_logprobs(position, logprobs)
+            if live is None or live.seq is not seq:
+                continue
+            live.builder.set_prompt_logprobs(position, logprobs)
+            if math.isnan(logprobs.logprob):
+                self._scheduler.finish(seq, "error")
+                broken[seq.request.request_id] = live
+        return list(broken.values())
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -330,6 +369,10 @@ class Engine:
                 total += compilation.seconds
                 if on_compiled:
                     on_compiled(shape, compilation.seconds)
+        # Requests with penalties, bias or min_tokens need one more small program, which is not a step. Entry 0 must be
+        # nobody's while it is emptied; if it is not, somebody has most likely compiled the program already.
+        if not self.has_work:
+            self._state = load_entry(self._state, 0, *entry_for(SamplingParams(), (), self.vocab_size))
         self._runner.mark_warm()
         return total
 
@@ -374,7 +417,8 @@ class Engine:
 def _weights(model: PagedModel) -> list[jax.Array]:
     """The model's floating-point parameters; the first one stands for the device and the dtype of them all."""
     if not isinstance(model, PagedModel):
-        lacking = [name for name in ("vocab_size", "max_position", "page_specs", "logits") if not hasattr(model, name)]
+        members = ("vocab_size", "max_position", "page_specs", "logits", "__call__")
+        lacking = [name for name in members if not hasattr(model, name)]
         raise ConfigError(f"{model!r:.80} is no PagedModel: it lacks {', '.join(lacking)}")
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     weights = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]

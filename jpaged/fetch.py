@@ -68,6 +68,8 @@ def check_model_path(path: Path) -> Path:
         if start != b"GGUF":
             raise FetchError(f"{path} starts with {start!r}, expected a .gguf file (b'GGUF') or a folder")
         return path
+    if not path.is_dir():
+        raise FetchError(f"{path} is neither a file nor a folder; expected a .gguf file or a model folder")
     names = {entry.name for entry in path.iterdir()}
     if any(mark in names for mark in _ORBAX_MARKS) or any((path / name / "_METADATA").exists() for name in names):
         return path

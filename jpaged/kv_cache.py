@@ -12,6 +12,7 @@ from jpaged.models import PagedModel
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
 
 GIB = 1 << 30
+MAX_SLOTS = 2**31 - 1
 # Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
 MAX_DEFAULT_CPU_POOL_BYTES = GIB
 
@@ -62,6 +63,12 @@ def bytes_per_page(specs: list[PageSpec]) -> int:
     return sum(spec.bytes_per_page for spec in specs)
 
 
+def device_bytes(device: Device) -> int:
+    """All memory of the device; for a CPU that of the host."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_device_bytes(device: Device, fraction: float) -> tuple[int, str]:
     """Bytes that the pool may take on `device`, and how that was found.
 
@@ -98,7 +105,7 @@ def plan_pool(
       dtype: stored dtype of K and V.
       implementation: attention back end.
       device: where the pages will live.
-      reserved_bytes: memory to leave for the step's temporaries.
+      reserved_bytes: memory to leave for what is not there yet, such as the sampler's state.
 
     Raises:
       ConfigError: not even one page fits, or `max_model_len` is more than the model or the pool can hold.
@@ -111,6 +118,16 @@ def plan_pool(
     else:
         free, reason = free_device_bytes(device, cache.memory_fraction)
         num_pages = (free - reserved_bytes) // per_page
+    most = MAX_SLOTS // size
+    if cache.num_pages is not None and num_pages > most:
+        raise ConfigError(f"num_pages is {num_pages}, expected at most {most}: slots are counted in 32 bits")
+    memory = device_bytes(device)
+    if cache.num_pages is not None and num_pages * per_page > memory:
+        raise ConfigError(
+            f"num_pages is {num_pages}, which takes {num_pages * per_page / GIB:.1f} GiB ({per_page / 1024:.0f} KiB a "
+            f"page); the device has {memory / GIB:.1f} GiB; lower num_pages to less than {memory // per_page}"
+        )
+    num_pages = min(num_pages, most)
     if num_pages < 2:
         raise ConfigError(
             f"no page fits: a page takes {per_page / 1024:.0f} KiB over {len(one)} layers, there is room for "

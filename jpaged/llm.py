@@ -91,6 +91,10 @@ class LLM:
         progress: bool | None = None,
     ):
         self._progress = progress
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is {config!r:.80}, expected an EngineConfig")
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer | str | Path):
+            raise ConfigError(f"tokenizer is {tokenizer!r:.80}, expected a jpaged.Tokenizer or a path to load one from")
         config = _with_shortcuts(
             config or EngineConfig(),
             cache={"page_size": page_size, "num_pages": num_pages},
@@ -115,10 +119,13 @@ class LLM:
             served = model
         if isinstance(tokenizer, str | Path):
             tokenizer = Tokenizer.load(Path(tokenizer))
-        self._bar = GenerationProgress(enabled=False)
-        self.engine = Engine(
-            served, config, tokenizer=tokenizer, on_compile=lambda shape: self._bar.note(f"compiling {shape}")
-        )
+        eager = config.warmup == "eager"
+        # The engine is told of this list, not of the LLM: a cycle would keep weights and pages alive after `del llm`.
+        bars = self._bars = [GenerationProgress(enabled=eager and progress_wanted(progress), what="starting")]
+        with bars[-1]:
+            self.engine = Engine(
+                served, config, tokenizer=tokenizer, on_compile=lambda shape: bars[-1].note(f"compiling {shape}")
+            )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -149,7 +156,8 @@ class LLM:
           prompts: text or token ids, or a list of either. A list of integers is one prompt.
           params: one for all, or one a prompt; `SamplingParams()` if left out.
           stream: give an iterator of `Output`s as they grow, in whatever order; the last one of each request is
-            `finished`. `request_id` is the prompt's index.
+            `finished` (unless `engine.abort` ended it, which returns its last one itself). `request_id` is the prompt's
+            index.
           progress: show a progress bar; `None`: as the `LLM` was told.
 
         Returns:
@@ -188,7 +196,12 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer with a chat template; this LLM has no tokenizer")
+        if not isinstance(messages, AbstractSequence) or isinstance(messages, str):
+            raise RequestError(f"messages must be a list of messages, or a list of such lists, got {messages!r:.80}")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        for conversation in conversations:
+            if not isinstance(conversation, AbstractSequence):
+                raise RequestError(f"a conversation must be a list of messages, got {conversation!r:.80}")
         prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]
         if stream:
             return self.generate(prompts, params, stream=True, progress=progress)
@@ -202,16 +215,20 @@ class LLM:
           progress: as in `generate`.
 
         Raises:
-          RequestError: a text has fewer than two tokens, or is longer than the context limit.
+          RequestError: a text has fewer than two tokens, or is longer than the context limit (nothing was run then), or
+            the model produced NaN for it.
         """
-        prompts = _as_list(texts)
-        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
-        outputs = self.generate(prompts, params, progress=progress)
-        scores = []
-        for index, output in enumerate(outputs):
-            logprobs = tuple(entry.logprob for entry in output.prompt_logprobs or () if entry is not None)
-            if not logprobs:
+        tokenizer = self.tokenizer
+        prompts = [tokenizer.encode(t) if tokenizer and isinstance(t, str) else t for t in _as_list(texts)]
+        for index, prompt in enumerate(prompts):
+            if hasattr(prompt, "__len__") and len(prompt) == 1:
                 raise RequestError(f"text {index} has one token; there is nothing to score before the second")
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+        scores = []
+        for index, output in enumerate(self.generate(prompts, params, progress=progress)):
+            if output.finish_reason == "error":
+                raise RequestError(f"text {index}: {output.error}")
+            logprobs = tuple(entry.logprob for entry in output.prompt_logprobs or () if entry is not None)
             scores.append(Score(output.prompt_token_ids, logprobs))
         return scores
 
@@ -237,7 +254,7 @@ class LLM:
         try:
             yield  # type: ignore[misc]  # consumed by `_run`
             with GenerationProgress(enabled=show, total=len(added)) as bar:
-                self._bar = bar
+                self._bars[-1] = bar
                 while self.engine.has_work:
                     outputs = self.engine.step()
                     bar.advance(sum(output.finished for output in outputs), self.engine)
@@ -256,7 +273,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
-    if len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__"):
+    if len(prompts) and (not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", 1) == 0):
         return [prompts]
     return list(prompts)
 

@@ -81,7 +81,7 @@ def prompt_logprobs(
             jnp.pad(next_tokens, (0, padding)).reshape(-1, chunk),
         )
         found = jax.lax.map(lambda pair: _logprobs(logits_fn(pair[0]), pair[1], max_top), chunks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+        return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
 
     return jax.lax.cond(wanted, walk, lambda: _no_logprobs(num_tokens, max_top))
 

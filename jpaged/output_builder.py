@@ -1,5 +1,6 @@
 """`OutputBuilder`: one request's tokens -> text, stop strings, log-probabilities -> `Output`."""
 
+from jpaged.errors import RequestError
 from jpaged.incremental_decoder import IncrementalDecoder
 from jpaged.request import Output, Sequence, TokenLogprobs
 from jpaged.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ class OutputBuilder:
         self._stops: tuple[str, ...] = tuple(params.stop)
         self._longest_stop = max((len(stop) for stop in self._stops), default=0)
         self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
-        self._vocab_size = tokenizer.vocab_size if tokenizer else 0
         self._text = ""
         self._visible_end = 0
         self._num_tokens = 0
@@ -56,15 +56,17 @@ class OutputBuilder:
             self._logprobs.append(logprobs)
         if self._decoder is None or (ends and not self._seq.request.params.include_stop_str_in_output):
             return None
-        if token_id >= self._vocab_size:
+        try:
+            piece = self._decoder.add(token_id)
+        except RequestError:
             return None  # models pad their vocabulary to round sizes: such an id has no text
-        return self._append(self._decoder.add(token_id))
+        return self._append(piece)
 
     def finish(self) -> Output:
         """The sequence ended: what was held back becomes visible, half a character included."""
         if self._decoder is not None and not isinstance(self._seq.stop_reason, str):
             stop = self._append(self._decoder.finish())
-            if stop is not None:
+            if stop is not None and self._seq.finish_reason in ("stop", "length"):
                 self._seq.finish_reason, self._seq.stop_reason = "stop", stop
         self._visible_end = len(self._text)
         return self.output()

@@ -31,10 +31,11 @@ class GenerationProgress:
 
     Args:
       enabled: `False`: every method does nothing.
-      total: requests in all.
+      total: requests in all; `None` where nothing is counted.
+      what: the bar's name.
     """
 
-    def __init__(self, *, enabled: bool, total: int = 0):
+    def __init__(self, *, enabled: bool, total: int | None = None, what: str = "requests"):
         self._progress: Progress | None = None
         if enabled:
             columns = (
@@ -44,7 +45,7 @@ class GenerationProgress:
                 TextColumn("{task.fields[note]}"),
             )
             self._progress = _bar(*columns)
-            self._task = self._progress.add_task("requests", total=total, note="")
+            self._task = self._progress.add_task(what, total=total, note="")
             self._tokens_before: int | None = None
 
     def __enter__(self) -> Self:

@@ -1,7 +1,8 @@
 """What was asked (`SamplingParams`, `Request`), what the engine knows (`Sequence`), what is given back (`Output`)."""
 
 import enum
-import sys
+import math
+import numbers
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -14,16 +15,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def _number(name: str, value: object) -> float:
-    # Not math.isfinite: it raises OverflowError for an integer that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer that no float can hold
+        number = math.inf
+    if not math.isfinite(number):
         raise RequestError(f"{name} is {value!r}, expected a finite number")
-    return float(value)
+    return number
 
 
 def _integer(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise RequestError(f"{name} is {value!r}, expected an integer of at least {least}")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,8 @@ class SamplingParams:
       seed: the sampled tokens depend on it and on the position only, never on the batch. `None`: drawn by the engine.
       max_tokens: output tokens at the most; `None`: up to the context limit. 0 only with `prompt_logprobs`.
       min_tokens: end-of-sequence and stop token ids cannot be sampled before so many output tokens.
-      stop: strings that end the output; they are cut off unless `include_stop_str_in_output`.
+      stop: strings that end the output; they are cut off unless `include_stop_str_in_output`. They are looked for in
+        the text that is certain: where a vocabulary spells text by single bytes, that may be one token later.
       stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: do not end at the model's own end-of-sequence ids.
       logprobs: give the log-probability of each sampled token and of the n likeliest; `None`: none. They are of the
@@ -89,6 +94,10 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected True or False")
 
+    def _set(self, name: str, value: object) -> None:
+        """Stores the plain Python number of what may have been a numpy one."""
+        object.__setattr__(self, name, value)
+
     def _check_numbers(self) -> None:
         ranges = {
             "temperature": (0.0, 2.0),
@@ -100,29 +109,34 @@ class SamplingParams:
             value = _number(name, getattr(self, name))
             if not low <= value <= high:
                 raise RequestError(f"{name} is {value}, expected a number in [{low:g}, {high:g}]")
-        if not 0 < _number("top_p", self.top_p) <= 1:
+            self._set(name, value)
+        self._set("top_p", _number("top_p", self.top_p))
+        if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}, expected a number in (0, 1]")
-        if not 0 < _number("repetition_penalty", self.repetition_penalty) <= 100:
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}, expected a number in (0, 100]")
-        _integer("top_k", self.top_k, -1)
+        self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise RequestError(f"repetition_penalty is {self.repetition_penalty}, expected a number in [0.01, 100]")
+        self._set("top_k", _integer("top_k", self.top_k, -1))
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 300:
             raise RequestError("logit_bias must be a mapping from token id to number with at most 300 entries")
+        bias = {}  # a copy: the caller may go on to change theirs
         for token, value in self.logit_bias.items():
-            _integer("a key of logit_bias", token, 0)
-            if not -100 <= _number(f"logit_bias[{token}]", value) <= 100:
+            token, number = _integer("a key of logit_bias", token, 0), _number(f"logit_bias[{token}]", value)
+            if not -100 <= number <= 100:
                 raise RequestError(f"logit_bias[{token}] is {value}, expected a number in [-100, 100]")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may go on to change theirs
-        if self.seed is not None and not 0 <= _integer("seed", self.seed, 0) < 2**63:
-            raise RequestError(f"seed is {self.seed}, expected an integer in [0, 2**63)")
+            bias[token] = number
+        self._set("logit_bias", bias)
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, 0))
+            if self.seed >= 2**63:
+                raise RequestError(f"seed is {self.seed}, expected an integer in [0, 2**63)")
 
     def _check_lengths(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0)
         least = 0 if self.prompt_logprobs is not None else 1
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, least)
-        _integer("min_tokens", self.min_tokens, 0)
+        for name, smallest in (("logprobs", 0), ("prompt_logprobs", 0), ("max_tokens", least), ("min_tokens", 0)):
+            value = getattr(self, name)
+            if value is not None or name == "min_tokens":
+                self._set(name, _integer(name, value, smallest))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
 
@@ -133,7 +147,7 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop holds {text!r}, expected non-empty strings")
-        object.__setattr__(self, "stop", tuple(stop))
+        self._set("stop", tuple(stop))
         texts = str | bytes | bytearray | memoryview  # sequences whose items are no token ids
         if isinstance(self.stop_token_ids, texts) or not isinstance(self.stop_token_ids, AbstractSequence):
             raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}, expected a list of token ids")
@@ -141,7 +155,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, expected at most 64")
         for token in self.stop_token_ids:
             _integer("an entry of stop_token_ids", token, 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._set("stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -255,7 +269,7 @@ class Output:
       stop_reason: the stop string or token id that ended it; `None` for the model's end-of-sequence id.
       logprobs: one entry a token of `token_ids`, if asked for.
       prompt_logprobs: one entry a token of the prompt, `None` for its first token, if asked for.
-      num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+      num_cached_tokens: prompt tokens whose KV was found in a prefix cache; 0 in this version, which has none.
       num_preemptions: how often it lost its pages and was recomputed.
       error: what went wrong, with finish_reason "error".
     """

@@ -84,6 +84,18 @@ def make_sampler_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
     )
 
 
+def sampler_state_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Bytes that `make_sampler_state` takes, nearly all of them for counts and mask of each token of the vocabulary.
+
+    Example:
+      >>> state = make_sampler_state(4, 100)
+      >>> sampler_state_bytes(4, 100) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+      True
+    """
+    shapes = jax.eval_shape(lambda: make_sampler_state(max_num_seqs, vocab_size))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
 def needs_entry(params: SamplingParams) -> bool:
     """Whether a sequence must be given a fresh entry by `load_entry` when it is admitted.
 

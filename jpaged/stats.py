@@ -38,7 +38,7 @@ class EngineStats:
       num_pages: pages in the pool; free + used + the null page.
       pages_free: free pages.
       now: the pool at this moment.
-      peak: the pool when most pages were in use.
+      peak: the pool when most pages were in use; of several such steps the first, in which they are emptiest.
       mean_wasted_fraction: wasted part of the used slots, averaged over the steps.
       num_running, num_waiting: sequences.
       num_requests: requests added.
@@ -106,7 +106,7 @@ class StatsCounter:
         self.num_step_tokens += num_tokens
         self.num_padded_tokens += num_padded
         self.wasted_fraction_sum += use.wasted_fraction
-        if use.pages_used >= self.peak.pages_used:
+        if use.pages_used > self.peak.pages_used:
             self.peak = use
 
     def snapshot(

@@ -10,6 +10,7 @@ state are donated: after a step the old arrays are gone and the new ones live in
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,15 +94,16 @@ class StepRunner:
         recompile: str = "warn",
         on_compile: Callable[[StepShape], None] | None = None,
     ):
-        self._graph, self.params = nnx.split(model)
         self._recompile = recompile
         self._on_compile = on_compile
         self._warm = False
         self._executables: dict[StepShape, Callable] = {}
         self.compilations: list[Compilation] = []
 
-        def step(params, kv_pages, state, packed, shape):
-            model = nnx.merge(self._graph, params)
+        graph, self.params = nnx.split(model)
+
+        def step(params, kv_pages, state, packed, shape):  # holds no reference to self: no cycle keeps the pages alive
+            model = nnx.merge(graph, params)
             return _step(model, kv_pages, state, packed, shape, max_logprobs, implementation)
 
         self._jitted = jax.jit(step, static_argnames="shape", donate_argnames=("kv_pages", "state"))
@@ -132,7 +134,7 @@ class StepRunner:
         return self._jitted.lower(self.params, kv_pages, state, packed, shape=shape)
 
     def compile(self, kv_pages: list[KVPages], state: SamplerState, shape: StepShape) -> Compilation:
-        """Compiles one shape; called by `run` for a shape that is not there yet.
+        """Compiles one shape; `run` does it for a shape that is not there yet.
 
         Raises:
           RecompileError: the shape comes after `mark_warm` and `recompile` is "error".
@@ -150,6 +152,10 @@ class StepRunner:
         done = Compilation(shape, time.perf_counter() - start, after_warmup=self._warm)
         self.compilations.append(done)
         return done
+
+    def has(self, shape: StepShape) -> bool:
+        """Whether the shape is compiled."""
+        return shape in self._executables
 
     def mark_warm(self) -> None:
         """From now on a compile is a fault (see `recompile`)."""
@@ -223,4 +229,5 @@ def read_prompt_logprobs(plan: StepPlan, outputs: StepOutputs) -> Iterator[tuple
 
 def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:
     top = zip(top_ids[:n].tolist(), top_logprobs[:n].tolist(), strict=True)
+    top = [entry for entry in top if entry[1] > -math.inf]  # past the end of a vocabulary that has less than n tokens
     return TokenLogprobs(int(token), float(logprob), tuple(top))

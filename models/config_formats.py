@@ -38,13 +38,18 @@ def _refuse(field: str, got: object, expected: str) -> ModelLoadError:
 
 
 def fields_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `LlamaConfig` for a config.json and a generation_config.json."""
+    """The arguments of `LlamaConfig` for a config.json and a generation_config.json.
+
+    Raises:
+      ModelLoadError: another architecture, an unsupported feature, a missing field, or one of a wrong type.
+    """
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"the config is a {type(config).__name__}, expected a JSON object")
     if config.get("model_type") != "llama":
         raise _refuse("model_type", config.get("model_type"), '"llama"')
     architectures = config.get("architectures")
-    if architectures and "LlamaForCausalLM" not in architectures:
+    known = architectures in (None, []) or (isinstance(architectures, list) and "LlamaForCausalLM" in architectures)
+    if not known:
         raise _refuse("architectures", architectures, '["LlamaForCausalLM"]')
     for key, allowed in _REFUSED_UNLESS.items():
         if config.get(key) not in allowed:
@@ -54,7 +59,7 @@ def fields_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         raise ModelLoadError(f"the config lacks {', '.join(missing)}; is this the config.json of a Llama?")
     fields = {key: config[key] for key in _REQUIRED}
     fields.update({key: config[key] for key in _OPTIONAL if config.get(key) is not None})
-    fields["eos_token_ids"] = tuple(dict.fromkeys(_ids(config) + _ids(generation)))
+    fields["eos_token_ids"] = _unique([*_ids(config), *_ids(generation)])
     return _typed(fields | _rope_from_hf(config))
 
 
@@ -66,10 +71,7 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
                 raise ModelLoadError(f"{name} is {value!r}, expected true or false")
         elif name in _FLOATS:
             fields[name] = _number(name, value)
-        elif name == "eos_token_ids":
-            for token in value:
-                _integer("eos_token_id", token)
-        elif name != "rope_scaling" and value is not None:
+        elif name not in ("eos_token_ids", "rope_scaling") and value is not None:
             _integer(name, value)
     return fields
 
@@ -77,13 +79,26 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelLoadError(f"{name} is {value!r}, expected a number above 0")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ModelLoadError(f"{name} is an integer of {value.bit_length()} bits, expected a number") from None
 
 
 def _integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ModelLoadError(f"{name} is {value!r}, expected an integer above 0")
     return value
+
+
+def _positive(name: str, value: object) -> int:
+    if (number := _integer(name, value)) <= 0:
+        raise ModelLoadError(f"{name} is {value!r}, expected an integer above 0")
+    return number
+
+
+def _unique(ids: list[Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_integer("eos_token_id", token) for token in ids))
 
 
 def _ids(config: Mapping[str, Any]) -> list[Any]:
@@ -111,7 +126,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "longrope": ("short_factor", "long_factor", "attention_factor"),
     }
-    if kind not in keys:
+    if not isinstance(kind, str) or kind not in keys:
         raise _refuse("the rope type", kind, '"default", "linear" or "llama3"')
     missing = [key for key in keys[kind] if scaling.get(key) is None]
     if missing:
@@ -163,7 +178,11 @@ def hf_from_config(config: "LlamaConfig") -> dict[str, Any]:
 def fields_from_gguf(
     metadata: Mapping[str, Any], tensor_names: Collection[str], rope_factors: tuple[float, ...] | None
 ) -> dict[str, Any]:
-    """The arguments of `LlamaConfig` for the key-value pairs of a GGUF file."""
+    """The arguments of `LlamaConfig` for the key-value pairs of a GGUF file.
+
+    Raises:
+      ModelLoadError: another architecture, an unsupported feature, a missing field, or one of a wrong type.
+    """
     if metadata.get("general.architecture") != "llama":
         raise _refuse("general.architecture", metadata.get("general.architecture"), '"llama"')
 
@@ -187,7 +206,7 @@ def fields_from_gguf(
     required = [key for key in names if key not in ("num_key_value_heads", "head_dim", "rope_theta")]
     missing = [f"llama.{names[key]}" for key in required if get(names[key]) is None]
     tokens = metadata.get("tokenizer.ggml.tokens")
-    vocab_size = get("vocab_size", None if tokens is None else len(tokens))
+    vocab_size = get("vocab_size", len(tokens) if isinstance(tokens, list) else None)
     if vocab_size is None:
         missing.append("llama.vocab_size")
     if missing:
@@ -197,7 +216,8 @@ def fields_from_gguf(
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(get(key), list):
             raise _refuse(f"llama.{key}", get(key), "one number for all layers")
-    dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    width, heads = (_positive(f"llama.{names[key]}", fields[key]) for key in ("hidden_size", "num_attention_heads"))
+    dim = fields.get("head_dim", width // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if get(key, dim) != dim:
             raise _refuse(f"llama.{key}", get(key), f"the width of a head ({dim})")
@@ -207,7 +227,7 @@ def fields_from_gguf(
     fields["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     # Instruct models end a turn by another token than a text.
     ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    fields["eos_token_ids"] = tuple(dict.fromkeys(token for token in ids if token is not None))
+    fields["eos_token_ids"] = _unique([token for token in ids if token is not None])
     return _typed(fields)
 
 

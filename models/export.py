@@ -30,6 +30,17 @@ def export_safetensors(model: Llama, folder: str | Path, *, max_shard_bytes: int
 
     Raises:
       ConfigError: `max_shard_bytes` is not above 0.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from jpaged.models import Llama, LlamaConfig, load_model
+      >>> config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+      ...                      num_attention_heads=2)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     export_safetensors(Llama(config, rngs=nnx.Rngs(0)), folder)
+      ...     load_model(folder).config == config
+      True
     """
     if max_shard_bytes <= 0:
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}, expected a number of bytes above 0")

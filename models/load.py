@@ -21,6 +21,15 @@ def load_config(path: str | Path) -> LlamaConfig:
 
     Raises:
       ModelLoadError: nothing there, or not a Llama.
+
+    Example:
+      >>> import json, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+      ...                          num_attention_heads=2)
+      ...     _ = (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
+      ...     load_config(folder) == config
+      True
     """
     path = Path(path)
     if path.is_file():

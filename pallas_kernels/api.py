@@ -24,6 +24,18 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     Raises:
       ValueError: the arrays' shapes do not agree.
       NotImplementedError: that back end cannot run here.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpaged.pallas_kernels import PagedMetadata, PageSpec, make_pages
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with two tokens on page 3
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 2), positions=i32(0, 1), slot_mapping=i32(48, 49),
+      ...     num_decode=jnp.int32(0), num_seqs=jnp.int32(1))
+      >>> spec = PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32")
+      >>> work = plan_attention(meta, spec).work
+      >>> int(work.num_decode_rows), int(work.num_items)
+      (0, 1)
     """
     validate_metadata(meta, meta.positions.shape[0])
     resolve_implementation(spec.implementation, spec=spec)
@@ -38,6 +50,19 @@ def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: K
     Raises:
       ValueError: shapes or dtypes do not fit the pages.
       NotImplementedError: the pages are stored for a back end that cannot run here.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpaged.pallas_kernels import PagedMetadata, PageSpec, make_pages
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with two tokens on page 3
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 2), positions=i32(0, 1), slot_mapping=i32(48, 49),
+      ...     num_decode=jnp.int32(0), num_seqs=jnp.int32(1))
+      >>> spec = PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32")
+      >>> k, v = jnp.zeros((2, 1, 2)), jnp.array([[[1.0, 0.0]], [[3.0, 4.0]]])
+      >>> kv_pages = write_kv(k, v, make_pages(spec), meta)
+      >>> kv_pages.data[3, :2].tolist()  # K and V of a head side by side
+      [[[0.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [3.0, 4.0]]]
     """
     validate_new_kv(k, v, kv_pages, meta)
     resolve_implementation(kv_pages.spec.implementation, spec=kv_pages.spec)
@@ -140,6 +165,19 @@ def attend_and_write(
 
     Raises:
       ValueError, NotImplementedError, ExceptionGroup: as `paged_attention` and `write_kv`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpaged.pallas_kernels import PagedMetadata, PageSpec, make_pages
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with two tokens on page 3
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 2), positions=i32(0, 1), slot_mapping=i32(48, 49),
+      ...     num_decode=jnp.int32(0), num_seqs=jnp.int32(1))
+      >>> spec = PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32")
+      >>> q, k, v = jnp.ones((2, 1, 2)), jnp.zeros((2, 1, 2)), jnp.array([[[1.0, 0.0]], [[3.0, 4.0]]])
+      >>> out, kv_pages = attend_and_write(q, k, v, make_pages(spec), meta)
+      >>> out.tolist(), float(kv_pages.data[3].sum())
+      ([[[1.0, 0.0]], [[2.0, 2.0]]], 8.0)
     """
     if rope is not None:
         with jax.named_scope("rope"):

@@ -14,8 +14,9 @@ class PagedMetadata:
     """What paged attention needs to know of a step; one for all layers. All is data, so the mix never recompiles.
 
     Row s owns the query tokens [cu_q_lens[s], cu_q_lens[s + 1]), which are its last ones: query token i of the row
-    stands at position kv_lens[s] - q_lens[s] + i. Rows [0, num_decode) have few query tokens (1), rows
-    [num_decode, num_seqs) are prefill chunks, rows [num_seqs, S) are padding with q_len 0 and kv_len 0.
+    stands at position kv_lens[s] - q_lens[s] + i. Rows [0, num_decode) have few query tokens (this version's engine:
+    one; with speculation, up to its static width), rows [num_decode, num_seqs) are prefill chunks, rows [num_seqs, S)
+    are padding with q_len 0 and kv_len 0.
 
     Attributes:
       page_table: page ids of each row in order; entries past the row's pages are 0, the null page.
@@ -23,7 +24,7 @@ class PagedMetadata:
       cu_q_lens: prefix sums of the rows' query tokens; padding repeats the last one.
       positions: position of each token in its sequence; 0 for padding.
       slot_mapping: slot of each token in the pool, page * page_size + offset; 0 (in the null page) for padding.
-      num_decode: leading rows with one query token.
+      num_decode: leading rows with few query tokens; this version's engine gives them one.
       num_seqs: live rows.
       work: a back end's own schedule, made once a step by `plan_attention`; `None` before.
     """

@@ -39,6 +39,13 @@ def gather_pages(
 
     Raises:
       NotImplementedError: the pages are stored for a back end that has no such op yet.
+
+    Example:
+      >>> from jpaged.pallas_kernels import PageSpec, make_pages
+      >>> pages = make_pages(PageSpec(num_pages=4, page_size=2, num_kv_heads=1, head_dim=2, dtype="int8"))
+      >>> k, v = gather_pages(pages, jnp.array([1, 3]))
+      >>> k.shape, k.dtype.name
+      ((2, 2, 1, 2), 'float32')
     """
     require_stored_by(kv_pages.spec, "xla", "gather_pages")
     spec = kv_pages.spec
@@ -61,6 +68,14 @@ def scatter_pages(
 
     Raises:
       NotImplementedError: the pages are stored for a back end that has no such op yet.
+
+    Example:
+      >>> from jpaged.pallas_kernels import PageSpec, make_pages
+      >>> pages = make_pages(PageSpec(num_pages=4, page_size=2, num_kv_heads=1, head_dim=2, dtype="float32"))
+      >>> pages = scatter_pages(pages, jnp.array([3]), jnp.ones((1, 2, 1, 2)), jnp.full((1, 2, 1, 2), 5.0))
+      >>> k, v = gather_pages(pages, jnp.array([3]))
+      >>> v.tolist()
+      [[[[5.0, 5.0]], [[5.0, 5.0]]]]
     """
     require_stored_by(kv_pages.spec, "xla", "scatter_pages")
     spec = kv_pages.spec

@@ -37,7 +37,25 @@ def paged_attention_reference(
     soft_cap: float | None = None,
     sinks: Float32[Array, " Hq"] | None = None,
 ) -> tuple[Float64[np.ndarray, "T Hq D"], Float64[np.ndarray, "T Hq"]]:
-    """The outputs and log-sum-exps that `paged_attention` should give, from concrete arrays."""
+    """The outputs and log-sum-exps that `paged_attention` should give, from concrete arrays.
+
+    Args:
+      q, kv_pages, meta, scale, sliding_window, soft_cap, sinks: as for `paged_attention`.
+
+    Returns:
+      float64 outputs, 0 for padding, and log-sum-exps, -inf for padding.
+
+    Example:
+      >>> from jpaged.pallas_kernels import PageSpec, make_pages
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with one token, the fourth of its sequence, on page 3
+      ...     page_table=i32([3]), kv_lens=i32(4), cu_q_lens=i32(0, 1), positions=i32(3), slot_mapping=i32(51),
+      ...     num_decode=jnp.int32(1), num_seqs=jnp.int32(1))
+      >>> kv_pages = make_pages(PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32"))
+      >>> out, lse = paged_attention_reference(jnp.ones((1, 1, 2)), kv_pages, meta)
+      >>> out.tolist(), float(np.exp(lse[0, 0]).round(6))  # four keys, each with score 0
+      ([[[0.0, 0.0]]], 4.0)
+    """
     queries = np.asarray(q.astype(jnp.float32)).astype(np.float64)
     page_table, kv_lens, cu = np.asarray(meta.page_table), np.asarray(meta.kv_lens), np.asarray(meta.cu_q_lens)
     num_tokens, hq, d = queries.shape

@@ -113,12 +113,28 @@ def validate_static(
         )
 
 
-def validate_dynamic(meta: PagedMetadata, spec: PageSpec) -> None:
+def validate_dynamic(meta: PagedMetadata, spec: PageSpec, *, max_decode_tokens: int = 1) -> None:
     """Checks the values of a step's metadata; needs concrete arrays, so it is for tests and debugging.
+
+    Args:
+      meta: the metadata of a step.
+      spec: of the pages that it is for.
+      max_decode_tokens: query tokens of a decode row at the most: 1, or the width of speculation.
 
     Raises:
       ValueError: names the field and the row or token of the first value that breaks the contract.
+
+    Example:
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with one token, at position 1 on page 3, whose slot is 49
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 1), positions=i32(1), slot_mapping=i32(48),
+      ...     num_decode=jnp.int32(1), num_seqs=jnp.int32(1))
+      >>> validate_dynamic(meta, PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32"))
+      Traceback (most recent call last):
+      ...
+      ValueError: token 0 of row 0 has slot 48; expected 49, by its position and page table
     """
+    _expect(max_decode_tokens >= 1, f"{max_decode_tokens=}; expected at least 1")
     page_table, kv_lens, cu = (np.asarray(x) for x in (meta.page_table, meta.kv_lens, meta.cu_q_lens))
     positions, slots = np.asarray(meta.positions), np.asarray(meta.slot_mapping)
     num_seqs, num_decode = int(meta.num_seqs), int(meta.num_decode)
@@ -132,8 +148,9 @@ def validate_dynamic(meta: PagedMetadata, spec: PageSpec) -> None:
     _expect(cu[0] == 0 and bool((q_lens >= 0).all()), f"cu_q_lens {cu.tolist()}; expected prefix sums from 0, growing")
     _expect(cu[-1] <= tokens, f"cu_q_lens ends at {cu[-1]}; expected at most T = {tokens}")
     _expect(
-        bool((q_lens[:num_decode] == 1).all()),
-        f"q_lens of rows [0, {num_decode}) are {q_lens[:num_decode].tolist()}; expected 1: decode rows come first",
+        bool(((q_lens[:num_decode] >= 1) & (q_lens[:num_decode] <= max_decode_tokens)).all()),
+        f"q_lens of rows [0, {num_decode}) are {q_lens[:num_decode].tolist()}; expected 1 to {max_decode_tokens} "
+        "(max_decode_tokens): decode rows, which have few query tokens, come first",
     )
     _expect(
         bool((q_lens[num_seqs:] == 0).all() and (kv_lens[num_seqs:] == 0).all()),

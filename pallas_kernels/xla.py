@@ -147,9 +147,18 @@ def _walk(q, rows, first, count, kv_pages, page_table, sinks, *, pages, accelera
         decay = jnp.exp(top - new_top)
         total = total * decay + jnp.sum(p, axis=(-2, -1))
         p = p.reshape(b, hkv, m * g, run)
+        unit = None
         if kv_pages.scales is not None:
-            p = p * jnp.where(seen[:, None, None], kv_scales[:, :, 1], 0.0)
+            v_scales = jnp.where(seen[:, None, None], kv_scales[:, :, 1], 0.0)
+            if dtype == jnp.float16:
+                # Products of small weights and scales have no digits left in fp16, so the run's largest scale waits.
+                unit = jnp.max(v_scales, axis=-1, keepdims=True)
+                unit = jnp.where(unit > 0, unit, 1.0)
+                v_scales = v_scales / unit
+            p = p * v_scales
         pv = product("bhmk,bhkd->bhmd", p.astype(dtype), v)
+        if unit is not None:
+            pv = pv * unit
         return new_top, total, acc * decay[..., None] + pv.reshape(acc.shape)  # [..., 2 * D] if joint
 
     state = (b, hkv, m, g)

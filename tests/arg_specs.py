@@ -100,6 +100,8 @@ ARG_SPECS = (
     ArgSpec("int8", **_MIXED, page_dtype="int8"),
     ArgSpec("float8", **_MIXED, page_dtype="float8_e4m3fn"),
     ArgSpec("float8_for_bfloat16", **_MIXED, dtype="bfloat16", page_dtype="float8_e4m3fn"),
+    ArgSpec("int8_for_float16", **_MIXED, dtype="float16", page_dtype="int8"),
+    ArgSpec("float8_for_float16", **_MIXED, dtype="float16", page_dtype="float8_e4m3fn"),
     ArgSpec("page_of_one", **_MIXED, page_size=1),
     ArgSpec("page_of_128", **_MIXED, page_size=128),
     ArgSpec("long_32k", (1, 1, 40), (32768, 5, 32000), num_heads=2, num_kv_heads=1, page_size=16, slow=True),

@@ -1,6 +1,5 @@
 """The engine's promises: same answer however it was computed, no page leaked, no request harmed by another."""
 
-import re
 from dataclasses import replace
 
 import jax
@@ -14,6 +13,7 @@ from jpaged.errors import ConfigError
 from jpaged.request import SamplingParams
 from tests.engine_driver import GREEDY, PAGE, PROMPTS, make_engine, serve, tokens_of
 from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
+from tests.kernels.hlo import pool_copies
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_abort_frees_everything_and_leaves_the_others_alone(small_engine, expect
     assert engine.stats().now.pages_used == 0
 
 
-def test_a_mix_of_everything_compiles_nothing_after_warm_up(model):
+def test_a_mix_of_everything_compiles_nothing_after_warm_up(model, monkeypatch):
     engine = make_engine(model, token_buckets=(1, 32), recompile="error")
     shapes = []
     engine.warm_up(lambda shape, seconds: shapes.append(shape))
@@ -205,20 +205,25 @@ def test_a_mix_of_everything_compiles_nothing_after_warm_up(model):
     requests = [(prompt, sampled(1)) for prompt in PROMPTS]
     requests += [(prompt, GREEDY) for prompt in PROMPTS]
     requests += [(PROMPTS[1], SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=20, min_tokens=1))]
-    serve(engine, requests)
+    compiled = []
+    with monkeypatch.context() as patch:  # whatever jax compiles, not only what the engine counts
+        patch.setattr(
+            "jax._src.compiler.compile_or_get_cached", lambda *a, **k: compiled.append(a) or pytest.fail(str(a))
+        )
+        serve(engine, requests)
+    assert compiled == []
     assert engine.stats().num_compilations == len(engine.step_shapes)
 
 
 def test_the_compiled_step_copies_no_pool(model):
-    engine = make_engine(model, num_pages=61)
-    pool = engine._kv_pages[0].data
-    shape = ",".join(map(str, pool.shape))
+    # One token is a case of its own: XLA's scatter of a single index copies what it writes to.
+    engine = make_engine(model, num_pages=61, seqs=1, budget=8, token_buckets=(1, 8))
     for step_shape in engine.step_shapes:
         compiled = engine.lower_step(step_shape).compile()
-        copies = re.findall(rf"= f32\[{shape}\]\S* copy\(.*", compiled.as_text())
-        assert copies == []
-        # Pages and sampler state are aliased to outputs, so no second pool exists while the step runs.
-        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pool.nbytes
+        assert pool_copies(compiled, engine._kv_pages[0].spec) == []
+        # Pages and sampler state are aliased to outputs, so no second one exists while the step runs.
+        donated = jax.tree.leaves((engine._kv_pages, engine._state))
+        assert compiled.memory_analysis().alias_size_in_bytes >= sum(leaf.nbytes for leaf in donated)
 
 
 def test_update_weights_changes_the_answers_without_a_recompile(model, expected):

@@ -73,6 +73,10 @@ def test_host_memory_is_known_where_the_system_does_not_say_what_is_free(monkeyp
 def test_what_cannot_fit_is_refused_with_the_sum(model):
     with pytest.raises(ConfigError, match=r"no page fits.*memory_fraction"):
         plan(model, device=FakeDevice(limit=1000, used=900))
+    with pytest.raises(ConfigError, match=r"num_pages is 200, which takes .* lower num_pages to less than 100"):
+        plan(model, num_pages=200, device=FakeDevice(limit=100 * plan(model, num_pages=2).bytes_per_page, used=0))
+    with pytest.raises(ConfigError, match="counted in 32 bits"):
+        plan(model, num_pages=2**28, device=FakeDevice(limit=2**60, used=0))
     with pytest.raises(ConfigError, match="positions up to 256"):
         plan(model, num_pages=100, length=257)
     with pytest.raises(ConfigError, match="max_model_len is 81, but the pool holds 80 tokens"):

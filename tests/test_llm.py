@@ -1,5 +1,7 @@
 """`LLM`: text, token ids and lists of either; streams; chat; scores."""
 
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -128,8 +130,17 @@ def test_score_equals_the_dense_model(llm, model, tokenizer):
     # f32 sums in another order; log-probabilities are of order 5.
     assert first.logprobs == pytest.approx(expected, abs=2e-5)
     assert first.perplexity == pytest.approx(np.exp(-np.mean(expected)), rel=2e-5)
-    with pytest.raises(RequestError, match="one token"):
-        llm.score([[5]])
+    with pytest.raises(RequestError, match="text 1 has one token"):
+        llm.score([text, [5]])
+
+
+def test_score_of_a_broken_model_is_an_error(model):
+    broken = tiny_llama(vocab_size=model.vocab_size, num_hidden_layers=1, tie_word_embeddings=False)
+    broken.embed[...] = broken.embed[...].at[9].set(np.nan)
+    llm = LLM(broken, **SIZES)
+    with pytest.raises(RequestError, match=r"text 1: the model produced NaN"):
+        llm.score([[3, 4, 5], [3, 9, 5, 6]])
+    assert llm.score([[3, 4, 5]])[0].perplexity > 1
 
 
 def test_score_of_nothing_but_its_definition():
@@ -149,3 +160,20 @@ def test_a_model_object_has_its_own_dtype_and_needs_no_tokenizer(model):
 def test_an_unknown_model_is_explained(tmp_path):
     with pytest.raises(FetchError, match="no-such-model"):
         LLM("no-such-model")
+
+
+def test_what_is_no_setting_is_refused(model, llm):
+    for options in ({"config": {}}, {"tokenizer": 5}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            LLM(model, **options)
+    for messages in ({"role": "user", "content": "x"}, None, [None], "text"):
+        with pytest.raises(RequestError):
+            llm.chat(messages)
+
+
+def test_a_dropped_llm_frees_its_engine_at_once(model):
+    llm = LLM(model, **SIZES)
+    llm.generate([1, 2], GREEDY)
+    engine = weakref.ref(llm.engine)
+    del llm
+    assert engine() is None

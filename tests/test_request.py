@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
@@ -19,13 +20,13 @@ from jpaged.request import Output, Request, SamplingParams, Sequence, SequenceSt
         ({"temperature": "1"}, "temperature is '1', expected a finite number"),
         ({"temperature": True}, "temperature is True, expected a finite number"),
         ({"temperature": None}, "temperature is None, expected a finite number"),
-        ({"top_p": 0}, r"top_p is 0, expected a number in \(0, 1\]"),
+        ({"top_p": 0}, r"top_p is 0.0, expected a number in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"top_k": -2}, "top_k is -2, expected an integer of at least -1"),
         ({"top_k": 1.0}, "top_k is 1.0, expected an integer"),
-        ({"repetition_penalty": 0}, r"repetition_penalty is 0, expected a number in \(0, 100\]"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0.0, expected a number in \[0.01, 100\]"),
         ({"repetition_penalty": 101}, "repetition_penalty is 101"),
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1"),
         ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
@@ -141,3 +142,19 @@ def test_an_output_is_finished_once_it_has_a_reason():
     running = Output(request_id="a", prompt=None, prompt_token_ids=(1,), text="", token_ids=(), finish_reason=None)
     assert not running.finished
     assert dataclasses.replace(running, finish_reason="length").finished
+
+
+def test_numpy_numbers_become_python_ones():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        seed=np.int64(7),
+        max_tokens=np.int32(4),
+        logit_bias={np.int64(5): np.float32(1.5)},
+        stop_token_ids=[np.int64(9)],
+    )
+    assert params == SamplingParams(
+        temperature=0.5, top_k=3, seed=7, max_tokens=4, logit_bias={5: 1.5}, stop_token_ids=[9]
+    )
+    assert {type(v) for v in (params.temperature, *params.logit_bias.values())} == {float}
+    assert {type(v) for v in (params.top_k, params.seed, params.max_tokens, *params.logit_bias)} == {int}

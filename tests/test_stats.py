@@ -38,7 +38,7 @@ def test_steps_are_summed_and_the_peak_is_kept():
     stats = snapshot(counter)
     assert (stats.num_steps, stats.num_step_rows, stats.num_step_tokens, stats.num_padded_tokens) == (4, 10, 60, 6)
     assert stats.mean_wasted_fraction == pytest.approx((0 + 0.25 + 0.125 + 0.5) / 4)
-    assert stats.peak is steps[2]  # of equally full moments the last
+    assert stats.peak is steps[1]  # of moments with equally many pages the first
 
 
 def test_a_counter_without_steps_has_no_mean():

@@ -3,7 +3,7 @@
 import signal
 import sys
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
 
@@ -18,22 +18,15 @@ if TYPE_CHECKING:
 
 COMMANDS = "/reset forgets what was said, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
+_SAMPLING_DEFAULTS: Final = options.SamplingOptions(max_tokens=512)
 
+
+@options.flattened
 def chat(
     system: Annotated[str | None, typer.Option(help="A system message; by default the chat template's own.")] = None,
     model: options.Model = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    page_size: options.PageSize = 16,
-    num_pages: options.NumPages = None,
-    max_model_len: options.MaxModelLen = None,
-    dtype: options.Dtype = None,
-    implementation: options.Implementation = None,
+    sampling: options.SamplingOptions = _SAMPLING_DEFAULTS,
+    asked: options.EngineOptions = options.ENGINE_DEFAULTS,
     progress: options.Bars = None,
 ) -> None:
     """Talk with a model; answers come as they are written.
@@ -43,31 +36,16 @@ def chat(
     oldest turns are dropped, and a line says so; half of the context, or --max-tokens if less, is left for the answer.
     A line that is to begin with / is typed with a space before it. From a pipe, each line is a question.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=[options.checked_text(text, "--stop") for text in stop or ()],
-    )
-    asked = options.EngineOptions(
-        model=model,
-        dtype=dtype,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_num_seqs=1,
-        max_model_len=max_model_len,
-        implementation=implementation,
-    )
+    params = sampling.params()
     if system is not None:
         options.checked_text(system, "--system")
     # A decode, a short question, a chunk of a long one: few shapes, since each is compiled the first time.
-    llm = asked.load(progress=progress, token_buckets=(1, 64, 512))
+    llm = asked.load(model, max_num_seqs=1, progress=progress, token_buckets=(1, 64, 512))
     assert llm.tokenizer is not None  # an LLM that was loaded has one
     longest = llm.engine.pool_plan.max_model_len
-    conversation = Conversation(llm.tokenizer, max_prompt_tokens=longest - min(max_tokens, longest // 2), system=system)
+    conversation = Conversation(
+        llm.tokenizer, max_prompt_tokens=longest - min(sampling.max_tokens, longest // 2), system=system
+    )
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401 - gives `input` its line editing

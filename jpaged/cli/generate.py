@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from jpaged.llm import LLM
     from jpaged.tokenizer import Tokenizer
 
+_SAMPLING_DEFAULTS: Final = options.SamplingOptions(max_tokens=128)
 
+
+@options.flattened
 def generate(
     prompts: Annotated[
         list[str] | None,
@@ -30,50 +33,22 @@ def generate(
     show_stats: Annotated[bool, typer.Option("--stats", help="Print a table of the run to standard error.")] = False,
     progress: options.Bars = None,
     model: options.Model = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    page_size: options.PageSize = 16,
-    num_pages: options.NumPages = None,
+    sampling: options.SamplingOptions = _SAMPLING_DEFAULTS,
     max_num_seqs: options.MaxNumSeqs = 32,
-    max_model_len: options.MaxModelLen = None,
-    dtype: options.Dtype = None,
-    implementation: options.Implementation = None,
+    engine: options.EngineOptions = options.ENGINE_DEFAULTS,
 ) -> None:
     """Continue prompts, all at once.
 
     Without a PROMPT, each line of a piped standard input is one; blank lines are passed over. One answer is printed as
     it is; several have a header each.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=[options.checked_text(text, "--stop") for text in stop or ()],
-        logprobs=logprobs,
-    )
-    engine = options.EngineOptions(
-        model=model,
-        dtype=dtype,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        implementation=implementation,
-    )
+    params = sampling.params(logprobs=logprobs)
     texts = _prompts(prompts or [])
     if stream and (len(texts) > 1 or as_json or logprobs is not None):
         raise RequestError(
             "--stream prints the text of one prompt; it goes with neither several, --json nor --logprobs"
         )
-    llm = engine.load(progress=progress)
+    llm = engine.load(model, max_num_seqs=max_num_seqs, progress=progress)
     inputs = [_as_question(text, llm) if chat else text for text in texts]
     start = time.perf_counter()
     if stream:

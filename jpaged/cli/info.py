@@ -12,30 +12,18 @@ if TYPE_CHECKING:
     from jpaged.models import LlamaConfig
 
 
+@options.flattened
 def info(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Known name, folder, .gguf file or Hugging Face id.")
     ] = options.DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    page_size: options.PageSize = 16,
-    num_pages: options.NumPages = None,
-    max_model_len: options.MaxModelLen = None,
-    dtype: options.Dtype = None,
-    implementation: options.Implementation = None,
+    engine: options.EngineOptions = options.ENGINE_DEFAULTS,
 ) -> None:
     """Show a model's config, what its weights and pages take, and how many pages fit here.
 
     Only the config is read; a model that is not in the cache is downloaded first.
     """
-    engine = options.EngineOptions(
-        model=model,
-        dtype=dtype,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_num_seqs=32,
-        max_model_len=max_model_len,
-        implementation=implementation,
-    )
     engine.config()  # refuses wrong options before anything is downloaded
     from jpaged.fetch import fetch
     from jpaged.models import load_config

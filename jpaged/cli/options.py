@@ -1,13 +1,17 @@
 """Options that several commands share, and what they make: `SamplingParams` and an `LLM`."""
 
+import functools
+import inspect
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.request import SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.llm import LLM
@@ -61,22 +65,81 @@ Bars = Annotated[
 ]
 
 
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each field of every parameter whose default is a dataclass.
+
+    A field's annotation says how its option looks, the default instance what it is when it is not given.
+
+    Example:
+      >>> @flattened
+      ... def show(name: str, sampling: SamplingOptions = SamplingOptions(max_tokens=5)) -> None:
+      ...     print(name, sampling.max_tokens, sampling.top_k)
+      >>> show(name="a", **{field.name: getattr(SamplingOptions(max_tokens=7), field.name)
+      ...                   for field in fields(SamplingOptions)})
+      a 7 0
+    """
+    parameters, groups = [], {}
+    for parameter in inspect.signature(command).parameters.values():
+        group = parameter.default
+        if not is_dataclass(group) or isinstance(group, type):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = type(group)
+        parameters += [
+            parameter.replace(name=field.name, annotation=field.type, default=getattr(group, field.name))
+            for field in fields(group)
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    # What typer reads.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are sampled, as it was asked for on the command line. Fields as in `SamplingParams`."""
+
+    max_tokens: MaxTokens
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    seed: Seed = None
+    stop: Stop = None
+
+    def params(self, *, logprobs: int | None = None) -> SamplingParams:
+        """The parameters of a request.
+
+        Raises:
+          RequestError: an option is out of range.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        stop = [checked_text(text, "--stop") for text in self.stop or ()]
+        return SamplingParams(**given | {"stop": stop, "logprobs": logprobs})
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The engine as it was asked for on the command line. Fields as in `CacheConfig` and `SchedulerConfig`."""
 
-    model: str
-    dtype: str | None
-    page_size: int
-    num_pages: int | None
-    max_num_seqs: int
-    max_model_len: int | None
-    implementation: str | None
+    page_size: PageSize = 16
+    num_pages: NumPages = None
+    max_model_len: MaxModelLen = None
+    dtype: Dtype = None
+    implementation: Implementation = None
 
-    def config(self, *, token_buckets: tuple[int, ...] | None = None) -> EngineConfig:
+    def config(self, *, max_num_seqs: int = 32, token_buckets: tuple[int, ...] | None = None) -> EngineConfig:
         """The engine's config.
 
         Args:
+          max_num_seqs: see `SchedulerConfig`.
           token_buckets: see `EngineConfig`.
 
         Raises:
@@ -84,22 +147,27 @@ class EngineOptions:
         """
         if self.dtype not in (None, *WEIGHT_DTYPES):
             raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
-        budget = max(SchedulerConfig.max_num_batched_tokens, self.max_num_seqs)
+        budget = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs)
         return EngineConfig(
             cache=CacheConfig(page_size=self.page_size, num_pages=self.num_pages),
             scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.max_model_len
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.max_model_len
             ),
             token_buckets=token_buckets,
             implementation=self.implementation,  # type: ignore  # any text: `EngineConfig` checks it
         )
 
-    def load(self, *, progress: bool | None, token_buckets: tuple[int, ...] | None = None) -> "LLM":
+    def load(
+        self, model: str, *, max_num_seqs: int, progress: bool | None, token_buckets: tuple[int, ...] | None = None
+    ) -> "LLM":
         """Fetches and loads the model; wrong options are refused before."""
-        config = self.config(token_buckets=token_buckets)
+        config = self.config(max_num_seqs=max_num_seqs, token_buckets=token_buckets)
         from jpaged.llm import LLM
 
-        return LLM(self.model, dtype=self.dtype, config=config, progress=progress)
+        return LLM(model, dtype=self.dtype, config=config, progress=progress)
+
+
+ENGINE_DEFAULTS: Final = EngineOptions()
 
 
 def checked_text(text: str, what: str) -> str:

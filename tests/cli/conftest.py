@@ -58,10 +58,10 @@ def jpaged(loaded: dict, monkeypatch: pytest.MonkeyPatch):
 
     load = EngineOptions.load
 
-    def load_once(self: EngineOptions, **options):
-        key = (self, *sorted(options.items()))
+    def load_once(self: EngineOptions, model: str, **options):
+        key = (self, model, *sorted(options.items()))
         if key not in loaded:
-            loaded[key] = load(self, **options)
+            loaded[key] = load(self, model, **options)
         return loaded[key]
 
     monkeypatch.setattr(EngineOptions, "load", load_once)

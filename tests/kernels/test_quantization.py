@@ -39,3 +39,14 @@ def test_nan_is_not_hidden(dtype: str) -> None:
     values, scales = quantize(jnp.array([[1.0, jnp.nan], [1.0, 2.0]]), jnp.dtype(dtype))
     assert jnp.isnan(dequantize(values, scales)[0]).any()
     assert not jnp.isnan(dequantize(values, scales)[1]).any()
+
+
+@pytest.mark.parametrize("dtype", STEP)
+@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1e-38, 1e-36, 4e-36, 6e-36, 1e-35])
+def test_tiny_magnitudes_never_become_nan(dtype: str, tiny: float) -> None:
+    x = jnp.array([[tiny, 0.0, -tiny], [0.0, 0.0, 0.0]], jnp.float32)
+    values, scales = quantize(x, jnp.dtype(dtype))
+    assert bool((scales >= jnp.finfo(jnp.float32).tiny).all())
+    back = dequantize(values, scales)
+    np.testing.assert_array_equal(back[:, 1], 0)
+    np.testing.assert_allclose(back, x, rtol=1e-6, atol=6e-36)

@@ -110,7 +110,7 @@ def changed(meta: PagedMetadata, field: str, index: tuple[int, ...] | int, value
     ("field", "index", "value", "message"),
     [
         ("num_seqs", (), 5, "num_decode <= num_seqs <= 4"),
-        ("num_decode", (), 3, "decode rows come first"),
+        ("num_decode", (), 3, r"expected 1 to 1 \(max_decode_tokens\)"),
         ("cu_q_lens", 0, 1, "prefix sums from 0"),
         ("cu_q_lens", 1, 3, "growing"),
         ("cu_q_lens", slice(3, 5), 13, "at most T = 12"),
@@ -139,3 +139,16 @@ def test_a_page_that_two_rows_see_is_not_written(inputs: Inputs) -> None:
     # Sharing a page that nobody writes is what prefix caching does.
     shared = int(meta.page_table[2, 0])
     validate_dynamic(changed(meta, "page_table", (0, 0), shared), inputs.kv_pages.spec)
+
+
+def test_decode_rows_may_have_as_many_tokens_as_speculation_is_wide() -> None:
+    inputs = make_inputs(ArgSpec("speculation", (3, 1, 2, 7), (9, 4, 2, 12), pad_rows=1))
+    meta = dataclasses.replace(inputs.meta, num_decode=jnp.int32(3))
+    validate_dynamic(meta, inputs.kv_pages.spec, max_decode_tokens=3)
+    with pytest.raises(ValueError, match=r"are \[3, 1, 2\]; expected 1 to 2 \(max_decode_tokens\)"):
+        validate_dynamic(meta, inputs.kv_pages.spec, max_decode_tokens=2)
+    with pytest.raises(ValueError, match="max_decode_tokens=0; expected at least 1"):
+        validate_dynamic(meta, inputs.kv_pages.spec, max_decode_tokens=0)
+    # The split into decode and prefill follows q_lens, so what is announced changes no output.
+    out = paged_attention(inputs.q, inputs.kv_pages, meta)
+    np.testing.assert_array_equal(out, paged_attention(inputs.q, inputs.kv_pages, inputs.meta))

@@ -146,7 +146,10 @@ def test_temporaries_do_not_grow_with_the_context_or_the_pool() -> None:
     assert large < (2**21 if current_platform() == "cpu" else 2**23)
 
 
-@pytest.mark.parametrize("name", ["mixed", "bfloat16", "everything", "float8_for_bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixed", "bfloat16", "everything", "float8_for_bfloat16", "int8_for_float16", "float8_for_float16"],
+)
 def test_as_on_an_accelerator(name: str) -> None:
     """The choices made for GPUs and TPUs, run on whatever is here."""
     spec = next(spec for spec in ARG_SPECS if spec.name == name)
@@ -157,6 +160,21 @@ def test_as_on_an_accelerator(name: str) -> None:
     expected, expected_lse = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
     np.testing.assert_allclose(out, expected, **tolerance_of(spec.dtype, accelerator=True))
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("page_dtype", ["int8", "float8_e4m3fn"])
+def test_small_values_keep_their_digits_in_float16(page_dtype: str) -> None:
+    """Weights times scales of V, some 1e-3 * 1e-5 here, are below what fp16 can hold; the outputs are not."""
+    spec = ArgSpec("small", (1, 5), (900, 300), dtype="float16", page_dtype=page_dtype)
+    inputs = make_inputs(spec)
+    page_spec = spec.page_spec
+    by_kind = inputs.kv_pages.scales.reshape(page_spec.num_pages, spec.num_kv_heads, 2, spec.page_size)
+    scales = by_kind.at[:, :, 1].multiply(1e-3).reshape(inputs.kv_pages.scales.shape)
+    kv_pages = dataclasses.replace(inputs.kv_pages, scales=scales)
+    meta = dataclasses.replace(inputs.meta, work=plan_xla(inputs.meta, spec.page_size, "gpu"))
+    out, _ = attend(dataclasses.replace(inputs, kv_pages=kv_pages, meta=meta), spec)
+    expected, _ = paged_attention_reference(inputs.q, kv_pages, inputs.meta)
+    assert np.abs(out - expected).max() < 2**-7 * np.std(expected)
 
 
 def test_planned_once_equals_planned_inside() -> None:

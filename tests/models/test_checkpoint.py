@@ -1,4 +1,8 @@
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -44,5 +48,49 @@ def test_refuses_what_does_not_fit_or_is_damaged(tmp_path):
             load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_hf()))
     (tmp_path / "params" / "_METADATA").write_text("{")
-    with pytest.raises(ModelLoadError, match="cannot be read"):
+    with pytest.raises(ModelLoadError, match="cannot be read; it is damaged"):
         load_model(tmp_path)
+
+
+# Cuts each file of a checkpoint in turn, and prints what `load_model` says: null where it does without that file.
+CUT_EACH_FILE = """
+import json, pathlib, sys
+from jpaged.errors import ModelLoadError
+from jpaged.models import load_model
+
+folder, messages = pathlib.Path(sys.argv[1]), {}
+for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    whole = file.read_bytes()
+    for keep in (0, len(whole) // 2):
+        file.write_bytes(whole[:keep])
+        try:
+            load_model(folder)
+            messages[f"{file.name} {keep}"] = None
+        except ModelLoadError as error:
+            messages[f"{file.name} {keep}"] = str(error)
+    file.write_bytes(whole)
+load_model(folder)
+print(json.dumps(messages))
+"""
+
+
+def test_each_file_cut_short_is_one_line(tmp_path):
+    save_orbax(random_llama(), tmp_path)
+    # In a process of its own: Orbax drops reads that it has begun, and Python complains of them whenever it finds them.
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_EACH_FILE, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(done.stdout.splitlines()[-1])
+    refused = [message for message in messages.values() if message is not None]
+    assert len(refused) >= 6  # config.json, metadata and data, twice each
+    assert [message for message in refused if "it is damaged or not whole" in message]
+    for message in refused:
+        assert "\n" not in message
+        assert "NoneType" not in message
+        assert " object at " not in message

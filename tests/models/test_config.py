@@ -1,7 +1,10 @@
 import dataclasses
 import json
+from contextlib import suppress
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jpaged.errors import ModelLoadError
 from jpaged.models import LlamaConfig, RopeScaling
@@ -156,6 +159,11 @@ def test_to_hf_and_back(changes):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"eos_token_id": 128256}, "token ids below vocab_size"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": [[2]]}, "eos_token_id is [2]"),
+        ({"architectures": 7}, "architectures of the config is 7"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "the rope type of the config is ['linear']"),
+        ({"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits"),
     ],
 )
 def test_refuses_by_name(changes, message):
@@ -220,6 +228,11 @@ def test_gguf_rope_scaling(changes, factors, scaling):
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count"),
         ({"llama.attention.value_length": 32}, "llama.attention.value_length"),
         ({"llama.attention.head_count_kv": [3, 1]}, "llama.attention.head_count_kv"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0, expected an integer above 0"),
+        ({"llama.attention.head_count": "x"}, "llama.attention.head_count is 'x', expected an integer above 0"),
+        ({"llama.embedding_length": 576.0}, "llama.embedding_length is 576.0, expected an integer above 0"),
+        ({"tokenizer.ggml.eos_token_id": [2]}, "eos_token_id is [2]"),
+        ({"llama.vocab_size": None, "tokenizer.ggml.tokens": 5}, "lack llama.vocab_size"),
         ({"llama.block_count": None}, "lack llama.block_count"),
         ({"llama.vocab_size": None}, "lack llama.vocab_size"),
     ],
@@ -233,3 +246,53 @@ def test_gguf_refuses_by_name(changes, message):
 def test_gguf_rope_factors_and_linear_scaling_exclude_each_other():
     with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
         LlamaConfig.from_gguf(GGUF | {"llama.rope.scale_linear": 2.0}, tensor_names=[], rope_factors=(1.0,) * 32)
+
+
+ODD = st.sampled_from(
+    [None, -1, 0, 1, 0.5, "x", "", [], [None], [[]], {}, {"x": []}, 1e400, float("nan"), 10**400, True]
+)
+FULL_HF = HF | {"rope_parameters": None, "quantization_config": None, "sliding_window": None}
+FULL_GGUF = GGUF | {
+    "llama.attention.key_length": 64,
+    "llama.attention.value_length": 64,
+    "llama.expert_count": 0,
+    "llama.attention.sliding_window": 0,
+    "llama.rope.scaling.type": "linear",
+    "llama.rope.scaling.factor": 2.0,
+    "llama.rope.scale_linear": 1.0,
+    "tokenizer.ggml.tokens": ["a"] * 7,
+    "tokenizer.ggml.eom_token_id": 6,
+}
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FULL_HF)), ODD, max_size=3), ODD)
+@example({}, None)
+def test_odd_values_of_a_hf_config_are_read_or_refused(changes, eos):
+    with suppress(ModelLoadError):
+        LlamaConfig.from_hf(FULL_HF | changes, {"eos_token_id": eos})
+
+
+@given(
+    st.sampled_from(["rope_scaling", "rope_parameters"]),
+    st.sampled_from(["linear", "llama3", "longrope"]),
+    st.dictionaries(
+        st.sampled_from(
+            [*LLAMA3_SCALING, "type", "rope_theta", "partial_rotary_factor", "short_factor", "long_factor"]
+        ),
+        ODD,
+        max_size=3,
+    ),
+)
+def test_odd_values_of_rope_scaling_are_read_or_refused(key, kind, changes):
+    factors = {"short_factor": [1.0] * 32, "long_factor": [1.0] * 32, "attention_factor": 1.0}
+    with suppress(ModelLoadError):
+        LlamaConfig.from_hf(FULL_HF | {key: LLAMA3_SCALING | factors | {"rope_type": kind} | changes})
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(FULL_GGUF)), ODD, max_size=3),
+    st.none() | st.just((1.0,) * 32),
+)
+def test_odd_values_of_gguf_metadata_are_read_or_refused(changes, factors):
+    with suppress(ModelLoadError):
+        LlamaConfig.from_gguf(FULL_GGUF | changes, tensor_names=[], rope_factors=factors)
