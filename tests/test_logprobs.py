@@ -84,3 +84,10 @@ class TestPromptLogprobs:
         args = (jnp.zeros((num_tokens, 8)), jnp.zeros(num_tokens, jnp.int32), jnp.array(True))
         memory = call.lower(*args).compile().memory_analysis()
         assert memory.temp_size_in_bytes < num_tokens * vocab_size * 4 / 3
+
+
+def test_no_top_tokens_can_be_asked_for():
+    hidden = jnp.eye(3)
+    found = prompt_logprobs(hidden, jnp.array([0, 1, 1], jnp.int32), lambda h: h * 9.0, 0, jnp.array(True))
+    assert found.top_ids.shape == found.top_logprobs.shape == (3, 0)
+    assert float(found.logprob[0]) == pytest.approx(float(jax.nn.log_softmax(hidden * 9.0)[0, 0]), abs=1e-6)
