@@ -116,6 +116,8 @@ class LlamaConfig:
         for name in (*sizes, "max_position_embeddings"):
             value = getattr(self, name)
             _require(_is_int(value) and value > 0, name, value, "an integer above 0")
+        # A damaged count would be met as a list of millions of missing tensors.
+        _require(self.num_hidden_layers <= 1000, "num_hidden_layers", self.num_hidden_layers, "at most 1000")
         heads = self.num_attention_heads
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)

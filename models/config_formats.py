@@ -82,7 +82,7 @@ def _number(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ModelLoadError(f"{name} is an integer of {value.bit_length()} bits, expected a number") from None
+        raise ModelLoadError(f"{name} is an integer of {int(value).bit_length()} bits, expected a number") from None
 
 
 def _integer(name: str, value: object) -> int:
@@ -126,7 +126,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "longrope": ("short_factor", "long_factor", "attention_factor"),
     }
-    if not isinstance(kind, str) or kind not in keys:
+    if not isinstance(kind, str) or kind not in keys:  # a list cannot be looked up
         raise _refuse("the rope type", kind, '"default", "linear" or "llama3"')
     missing = [key for key in keys[kind] if scaling.get(key) is None]
     if missing:
@@ -142,7 +142,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         return fields | {"rope_scaling": RopeScaling(kind="factors", factors=factors)}
     length = "original_max_position_embeddings"
     values: dict[str, Any] = {key: (_integer if key == length else _number)(key, scaling[key]) for key in keys[kind]}
-    return fields | {"rope_scaling": RopeScaling(kind=kind, **values)}
+    return fields | {"rope_scaling": RopeScaling(kind=kind, **values)}  # type: ignore  # one of `keys`
 
 
 def hf_from_config(config: "LlamaConfig") -> dict[str, Any]:

@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} does not exist; expected a JSON file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds a {type(value).__name__}, expected a JSON object")

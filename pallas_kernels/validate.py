@@ -64,6 +64,10 @@ def validate_new_kv(k: Array, v: Array, kv_pages: KVPages, meta: PagedMetadata) 
         k.shape == expected and v.shape == expected,
         f"{k.shape=} {v.shape=}; expected both [T, Hkv, D] = {expected} with Hkv and D from kv_pages.spec",
     )
+    _expect(
+        jnp.issubdtype(k.dtype, jnp.floating) and k.dtype == v.dtype,
+        f"{k.dtype=} {v.dtype=}; expected one floating-point dtype; quantised pages quantise K and V themselves",
+    )
     validate_metadata(meta, k.shape[0])
 
 

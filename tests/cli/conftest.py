@@ -128,6 +128,19 @@ class Terminal:
         """Types text; \\x03 is Ctrl-C, \\x04 is Ctrl-D."""
         os.write(self._fd, text.encode())
 
+    def interrupt(self) -> int:
+        """Types Ctrl-C at a prompt until the command ends; gives its exit code.
+
+        Once is not enough: Python's `input` shows the prompt, then waits for input, and misses a signal in between.
+        """
+        self.type("\x03")
+        while self._process.poll() is None:
+            if not select.select([self._fd], [], [], 5)[0]:
+                self.type("\x03")
+            elif not self._read():
+                break
+        return self.exit_code()
+
     def exit_code(self) -> int:
         """Waits for the end."""
         while self._read():

@@ -118,8 +118,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(terminal, tiny_folder: Path) -> 
     screen.type("/reset\n")
     screen.wait_for("forgotten")
     screen.wait_for("> ")
-    screen.type("\x03")
-    assert screen.exit_code() == 130
+    assert screen.interrupt() == 130
     for word in ("Traceback", "cut off"):  # "cut off" would mean that the answer ran to its end
         assert word not in screen.shown
 

@@ -151,6 +151,7 @@ def test_to_hf_and_back(changes):
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, expected at most 1000"),
         ({"num_key_value_heads": 5}, "num_key_value_heads is 5, expected a divisor of num_attention_heads"),
         ({"head_dim": 63}, "head_dim is 63, expected an even integer"),
         ({"head_dim": None, "hidden_size": 2049}, "hidden_size is 2049, expected a multiple"),
