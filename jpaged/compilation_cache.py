@@ -21,12 +21,13 @@ def enable_compilation_cache() -> Path | None:
     settings: Any = jax.config  # its attributes are made at run time, unknown to type checkers
     if not settings.jax_enable_compilation_cache:
         return None
-    if settings.jax_compilation_cache_dir is None:
-        folder = cache_folder() / "jax"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            logger.warning("compiled steps are not kept: %s (set JPAGED_CACHE to a folder)", error)
-            return None
-        settings.update("jax_compilation_cache_dir", os.fspath(folder))
-    return Path(settings.jax_compilation_cache_dir)
+    if settings.jax_compilation_cache_dir is not None:
+        return Path(settings.jax_compilation_cache_dir)
+    folder = cache_folder() / "jax"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compiled steps are not kept: %s (set JPAGED_CACHE to a folder)", error)
+        return None
+    settings.update("jax_compilation_cache_dir", os.fspath(folder))
+    return folder

@@ -58,3 +58,11 @@ def test_the_engine_asks_for_it_as_it_was_told(settings, wanted, tmp_path):
     config = EngineConfig(cache=CacheConfig(page_size=8, num_pages=5), compilation_cache=wanted)
     Engine(tiny_llama(num_hidden_layers=1), config)
     assert folder() == (str(tmp_path / "jpaged" / "jax") if wanted else None)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told(settings, tmp_path, caplog):
+    folder = settings(None)
+    (tmp_path / "jpaged").write_text("a file where the folder should be")
+    assert enable_compilation_cache() is None
+    assert folder() is None
+    assert "compiled steps are not kept" in caplog.text
