@@ -9,17 +9,15 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jpaged.batch import BatchPacker, state_index
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
-from jpaged.errors import ConfigError
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
-from jpaged.kv_cache import PoolPlan, allocate_pool, plan_pool
+from jpaged.kv_cache import PoolPlan, allocate_pool, model_weights, plan_pool
 from jpaged.models import PagedModel
 from jpaged.output_builder import OutputBuilder
 from jpaged.page_allocator import PageAllocator
@@ -35,19 +33,11 @@ from jpaged.sampler_state import (
 )
 from jpaged.scheduler import Scheduler
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
-from jpaged.step import StepOutputs, StepRunner, read_logprobs, read_prompt_logprobs
+from jpaged.step import DispatchedStep, StepRunner, read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import StepPlan
 from jpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that was dispatched and whose results were not read yet."""
-
-    plan: StepPlan
-    outputs: StepOutputs
 
 
 @dataclass(eq=False)
@@ -101,7 +91,7 @@ class Engine:
         if config.compilation_cache:
             enable_compilation_cache()
         self.tokenizer = tokenizer
-        weights = _weights(model)
+        weights = model_weights(model)
         self.vocab_size = model.vocab_size
         device = next(iter(weights[0].devices()))
         self.implementation, self.implementation_reason = resolve_implementation(config.implementation)
@@ -149,14 +139,12 @@ class Engine:
             seed=config.seed,
         )
         self._live: dict[str, _Live] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[DispatchedStep] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
         self._failure: BaseException | None = None
         logger.info("attention by %s (%s); pool: %s", self.implementation, self.implementation_reason, self.pool_plan)
         if config.warmup == "eager":
             self.warm_up()
-
-    # ---------------------------------------------------------------------------------------------- requests
 
     def add(
         self,
@@ -204,8 +192,6 @@ class Engine:
     def has_work(self) -> bool:
         """Some request has not ended."""
         return bool(self._live)
-
-    # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> list[Output]:
         """Plans and dispatches one step, and reads the results of the one before it (`run_ahead`).
@@ -257,7 +243,7 @@ class Engine:
             self._runner.compile(self._kv_pages, self._state, shape)
         with deferred_interrupts():  # pages are donated: what goes in must come back
             outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
-            self._in_flight.append(_InFlight(plan, outputs))
+            self._in_flight.append(DispatchedStep(plan, outputs))
         outputs.token_ids.copy_to_host_async()
         compiling = sum(c.seconds for c in self._runner.compilations[compile_before:])
         counter = self._counter
@@ -331,7 +317,7 @@ class Engine:
             )
         return live.builder.finish()
 
-    def _set_prompt_logprobs(self, done: _InFlight) -> list[_Live]:
+    def _set_prompt_logprobs(self, done: DispatchedStep) -> list[_Live]:
         """Gives the requests that ask what they asked for; returns those whose model produced NaN, ended."""
         broken: dict[str, _Live] = {}
         for seq, position, logprobs in read_prompt_logprobs(done.plan, done.outputs):
@@ -349,8 +335,6 @@ class Engine:
             raise RuntimeError(
                 f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
             ) from self._failure
-
-    # --------------------------------------------------------------------------------------------- operation
 
     def warm_up(self, on_compiled: Callable[[StepShape, float], None] | None = None) -> float:
         """Compiles every step shape that is not there yet; after it a compile is a fault (`recompile`).
@@ -412,16 +396,3 @@ class Engine:
     def page_map(self) -> dict[str, tuple[int, ...]]:
         """The pages that each running request holds, by request id: what the page table says, for people."""
         return {seq.request.request_id: tuple(seq.pages) for seq in self._scheduler.running}
-
-
-def _weights(model: PagedModel) -> list[jax.Array]:
-    """The model's floating-point parameters; the first one stands for the device and the dtype of them all."""
-    if not isinstance(model, PagedModel):
-        members = ("vocab_size", "max_position", "page_specs", "logits", "__call__")
-        lacking = [name for name in members if not hasattr(model, name)]
-        raise ConfigError(f"{model!r:.80} is no PagedModel: it lacks {', '.join(lacking)}")
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    weights = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    if not weights:
-        raise ConfigError(f"{type(model).__name__} has no nnx.Param of a floating-point dtype; expected its weights")
-    return weights

@@ -4,7 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jpaged.config import CacheConfig, SchedulerConfig
 from jpaged.errors import ConfigError
@@ -56,6 +58,23 @@ class PoolPlan:
             f"{self.pool_bytes / GIB:.2f} GiB ({self.bytes_per_page / 1024:.0f} KiB a page; {self.reason}); "
             f"sequences up to {self.max_model_len} tokens"
         )
+
+
+def model_weights(model: PagedModel) -> list[jax.Array]:
+    """The model's floating-point parameters; the first one stands for the device and the dtype of them all.
+
+    Raises:
+      ConfigError: `model` is no `PagedModel`, or has no such parameters.
+    """
+    if not isinstance(model, PagedModel):
+        members = ("vocab_size", "max_position", "page_specs", "logits", "__call__")
+        lacking = [name for name in members if not hasattr(model, name)]
+        raise ConfigError(f"{model!r:.80} is no PagedModel: it lacks {', '.join(lacking)}")
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    weights = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if not weights:
+        raise ConfigError(f"{type(model).__name__} has no nnx.Param of a floating-point dtype; expected its weights")
+    return weights
 
 
 def bytes_per_page(specs: list[PageSpec]) -> int:

@@ -60,6 +60,14 @@ class StepOutputs:
 
 
 @dataclass(frozen=True)
+class DispatchedStep:
+    """A step that was handed to the device and whose results were not read yet."""
+
+    plan: StepPlan
+    outputs: StepOutputs
+
+
+@dataclass(frozen=True)
 class Compilation:
     """One compiled step shape.
 
