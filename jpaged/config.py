@@ -31,6 +31,9 @@ class CacheConfig:
         left to the temporaries of a step.
       dtype: how K and V are stored: "float32", "bfloat16", "float16", "float8_e4m3fn" or "int8" (the last two with a
         scale per token and head). `None`: the dtype of the model's activations.
+      prefix_cache: keep the pages of ended sequences until they are needed, and share them with later requests that
+        begin with the same tokens.
+      host_pages: pages of host memory that preempted sequences may be moved to, as big as those of the pool.
 
     Example:
       >>> CacheConfig(page_size=16, num_pages=65).page_size
@@ -45,6 +48,8 @@ class CacheConfig:
     num_pages: int | None = None
     memory_fraction: float = 0.9
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"] | None = None
+    prefix_cache: bool = True
+    host_pages: int = 0
 
     def __post_init__(self) -> None:
         size = self.page_size
@@ -58,6 +63,9 @@ class CacheConfig:
         _require(is_number and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]")
         dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
         _require(self.dtype in (None, *dtypes), "dtype", self.dtype, f"one of {', '.join(dtypes)}, or None")
+        _require(isinstance(self.prefix_cache, bool), "prefix_cache", self.prefix_cache, "True or False")
+        host = self.host_pages
+        _require(_is_int(host) and host >= 0, "host_pages", host, "an integer of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +77,28 @@ class SchedulerConfig:
       max_num_batched_tokens: the token budget of a step, prefill and decode together.
       max_model_len: tokens of a sequence at the most, prompt and output together. `None`: what the model was trained
         for, or what the page pool can hold if that is less.
+      policy: who is served first: "fcfs", in the order of arrival; "priority", by the requests' `priority`, lower
+        first.
+      priority_aging_s: with "priority", a request gains one level of priority over later ones for each so many seconds
+        that it came before them, so that none waits for ever.
+      max_chunk_tokens: prompt tokens of one sequence in one step at the most, so that a long prompt leaves room for
+        others; `None`: the whole budget.
+      max_passes: younger requests that may be admitted past one that does not fit into the pool yet; then all wait
+        until it does. 0: the order is strict.
+      preemption: what becomes of the KV of a preempted sequence: "recompute", compute it again; "swap", move it to the
+        host, while `host_pages` are free; "auto", whatever `preemption_costs` says is cheaper.
+      preemption_costs: a file that `scripts/bench_swap.py` wrote, for "auto"; without it "auto" means "recompute".
     """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_aging_s: float = 10.0
+    max_chunk_tokens: int | None = None
+    max_passes: int = 32
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    preemption_costs: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -89,6 +114,19 @@ class SchedulerConfig:
             self.max_num_batched_tokens,
             f"at least max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode in one step",
         )
+        _require(self.policy in ("fcfs", "priority"), "policy", self.policy, '"fcfs" or "priority"')
+        aging = self.priority_aging_s
+        is_number = isinstance(aging, int | float) and not isinstance(aging, bool)
+        _require(is_number and 0 < aging < float("inf"), "priority_aging_s", aging, "a positive number of seconds")
+        chunk = self.max_chunk_tokens
+        _require(
+            chunk is None or (_is_int(chunk) and chunk >= 1), "max_chunk_tokens", chunk, "an integer of at least 1"
+        )
+        _require(_is_int(self.max_passes) and self.max_passes >= 0, "max_passes", self.max_passes, "at least 0")
+        ways = ("auto", "recompute", "swap")
+        _require(self.preemption in ways, "preemption", self.preemption, f"one of {', '.join(ways)}")
+        costs = self.preemption_costs
+        _require(costs is None or isinstance(costs, str), "preemption_costs", costs, "a path or None")
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,28 @@
-"""`PageAllocator`: which pages of the pool are free, and how many holders each of the others has."""
+"""`PageAllocator`: which pages of the pool are free, which are kept for their contents, and who holds the others."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.errors import ConfigError, OutOfPagesError, PageStateError
 
 
 class PageAllocator:
-    """Hands out page ids and takes them back; it never touches the device.
+    """Hands out page ids and takes them back; it never touches the device. Each call costs O(1) a page.
 
     Each page of the pool is in exactly one state:
       page 0             the null page, target of all padding: never given out, never freed
-      free               no holder, on the free list
-      used               at least one holder; `share` adds one, `free` drops one, the last drop makes the page free
+      free               no holder, nothing worth keeping in it
+      cached             no holder, but somebody may come back for its contents (`retain`)
+      used               at least one holder; `share` adds one, `free` drops one
 
-    The free list is a stack. A page that was freed last is given out first, which keeps the touched part of the pool
-    small, and the order depends on nothing but the calls. No page has to leave the stack's middle: a cache of pages
-    that no sequence holds is one more holder of them, and keeps their order of eviction itself.
+    Free pages are given out first, the one that was freed last before the others, which keeps the touched part of the
+    pool small. When there is none left, the page that has been cached longest is evicted. A list of pages is freed from
+    its end, so of two pages of one sequence the later one is evicted first: a prefix loses its leaves before its root.
 
     Args:
       num_pages: pages in the pool, the null page included.
       page_size: token slots a page.
+      on_evict: told of each cached page that is about to be given out for other contents.
 
     Raises:
       ConfigError: fewer than two pages, or pages without slots.
@@ -30,20 +32,24 @@ class PageAllocator:
       >>> pages = allocator.allocate(allocator.pages_for(40))
       >>> pages, allocator.num_free
       ([1, 2, 3], 1)
+      >>> allocator.retain(2)
       >>> allocator.free(pages)
-      >>> allocator.num_used
-      0
+      >>> allocator.num_free, allocator.num_cached, allocator.num_used
+      (3, 1, 0)
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, on_evict: Callable[[int], None] | None = None) -> None:
         if num_pages < 2:
             raise ConfigError(f"num_pages is {num_pages}, expected at least 2 (page 0 is the null page)")
         if page_size < 1:
             raise ConfigError(f"page_size is {page_size}, expected at least 1")
+        self.on_evict = on_evict
         self._num_pages = num_pages
         self._page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))  # the end is given out first, so a new pool counts up from 1
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the longest cached first
         self._ref_counts = [0] * num_pages
+        self._retained = bytearray(num_pages)
 
     @property
     def num_pages(self) -> int:
@@ -57,24 +63,30 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
+        """Pages with no holder and no contents worth keeping."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds and that are kept for their contents, until they are needed."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now: free and cached ones."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Pages with at least one holder; a shared page counts once, the null page does not count."""
-        return self._num_pages - 1 - len(self._free)
+        return self._num_pages - 1 - len(self._free) - len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self._page_size)
 
-    def can_allocate(self, num_pages: int) -> bool:
-        """Whether `allocate(num_pages)` would succeed now."""
-        return num_pages <= len(self._free)
-
     def ref_count(self, page: int) -> int:
-        """Holders of a page; 0 for a free page and for the null page.
+        """Holders of a page; 0 for a free or cached page and for the null page.
 
         Raises:
           PageStateError: there is no such page.
@@ -84,18 +96,20 @@ class PageAllocator:
         return self._ref_counts[page]
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Takes `num_pages` free pages, all or none; the caller becomes their one holder.
+        """Takes `num_pages` free or cached pages, all or none; the caller becomes their one holder.
 
         Raises:
-          OutOfPagesError: fewer pages are free; nothing was taken.
+          OutOfPagesError: fewer pages are available; nothing was taken.
         """
         if num_pages < 0:
             raise PageStateError(f"allocate got {num_pages} pages, expected at least 0")
-        if num_pages > len(self._free):
+        if num_pages > self.num_available:
             raise OutOfPagesError(
-                f"{num_pages} pages asked for, {len(self._free)} free of {self._num_pages - 1} "
+                f"{num_pages} pages asked for, {self.num_available} available of {self._num_pages - 1} "
                 f"(pages of {self._page_size} tokens): free pages first, or enlarge the pool"
             )
+        while len(self._free) < num_pages:
+            self._evict()
         start = len(self._free) - num_pages
         pages = self._free[start:]
         del self._free[start:]
@@ -105,33 +119,60 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds one holder to each page, all or none.
+        """Adds one holder to each page, used or cached, all or none.
 
         Raises:
-          PageStateError: a page is not in use; the message names it and nothing was changed.
+          PageStateError: a page is free; the message names it and nothing was changed.
         """
         pages = tuple(pages)
         for page in pages:
-            self._require_references(page, 1, "shared")
+            if not (0 < page < self._num_pages and self._retained[page]):
+                self._require_references(page, 1, "shared")
         for page in pages:
+            if self._ref_counts[page] == 0:
+                del self._cached[page]
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Drops one holder of each page, all or none; a page without holders is free at once.
+        """Drops one holder of each page, all or none; a page without holders is free or, if retained, cached at once.
 
         Raises:
           PageStateError: a page was freed before, or never given out; the message names it and nothing was changed.
         """
         for page, drops in Counter(pages).items():
             self._require_references(page, drops, "freed")
-        # From the end, so that the first page of a sequence is the first to be given out again.
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
-                self._free.append(page)
+                if self._retained[page]:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def retain(self, page: int) -> None:
+        """Marks a used page: when its last holder frees it, it is cached instead of free.
+
+        Raises:
+          PageStateError: the page is not in use.
+        """
+        self._require_references(page, 1, "retained")
+        self._retained[page] = 1
+
+    def forget(self, page: int) -> None:
+        """Takes `retain` back: a cached page is free at once. The page must be retained.
+
+        Raises:
+          PageStateError: it is not.
+        """
+        if not (0 < page < self._num_pages and self._retained[page]):
+            raise PageStateError(f"page {page} cannot be forgotten: it is not retained")
+        self._retained[page] = 0
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
 
     def check_invariants(self, holders: Iterable[Iterable[int]] | None = None) -> None:
-        """Checks that free pages, used pages and the null page are the whole pool, each page in one state.
+        """Checks that free, cached, used pages and the null page are the whole pool, each page in one state.
 
         Args:
           holders: the page lists of all holders; if given, the reference counts must be exactly their sum.
@@ -143,13 +184,13 @@ class PageAllocator:
         if len(free) != len(self._free):
             page = Counter(self._free).most_common(1)[0][0]
             raise PageStateError(f"page {page} is on the free list twice")
-        if 0 in free or self._ref_counts[0] != 0:
-            raise PageStateError("page 0, the null page, is free or in use, expected neither")
+        if 0 in free or 0 in self._cached or self._ref_counts[0] != 0:
+            raise PageStateError("page 0, the null page, is free, cached or in use, expected none of them")
         for page in range(1, self._num_pages):
-            count = self._ref_counts[page]
-            if (page in free) != (count == 0) or count < 0:
-                where = "on" if page in free else "not on"
-                raise PageStateError(f"page {page} has {count} holders and is {where} the free list")
+            count, retained = self._ref_counts[page], bool(self._retained[page])
+            where = (page in free, page in self._cached)
+            if count < 0 or where != (count == 0 and not retained, count == 0 and retained):
+                raise PageStateError(f"page {page} has {count} holders, {retained=} and (free, cached) is {where}")
         if holders is not None:
             held = Counter(page for pages in holders for page in pages)
             for page in range(self._num_pages):
@@ -158,6 +199,13 @@ class PageAllocator:
                     raise PageStateError(f"page {page} counts {count} holders, expected {holding}")
             if held:
                 raise PageStateError(f"page {min(held)} is held, and is not in the pool")
+
+    def _evict(self) -> None:
+        page, _ = self._cached.popitem(last=False)
+        self._retained[page] = 0
+        self._free.append(page)
+        if self.on_evict is not None:
+            self.on_evict(page)
 
     def _require_references(self, page: int, least: int, verb: str) -> None:
         if page == 0:

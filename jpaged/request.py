@@ -1,6 +1,5 @@
-"""What was asked (`SamplingParams`, `Request`), what the engine knows (`Sequence`), what is given back (`Output`)."""
+"""What is asked (`SamplingParams`, `Request`) and what is given back (`Output`)."""
 
-import enum
 import math
 import numbers
 import time
@@ -54,6 +53,14 @@ class SamplingParams:
         model's raw distribution, before temperature, penalties and bias.
       prompt_logprobs: likewise for the prompt's tokens.
       skip_special_tokens: leave special tokens out of the text.
+      n: answers to give. They share the pages of the prompt, and each samples with a seed of its own (`seed` + its
+        index).
+      best_of: answers to sample, of which the n with the highest mean log-probability are given. `None`: n.
+      use_beam_search: search for the n likeliest answers with `best_of` beams instead of sampling, as Hugging Face does
+        with `num_beams`; needs temperature 0 and none of the other ways to change probabilities.
+      length_penalty: beam search divides an answer's log-probability by its length to this power.
+      early_stopping: when a beam search ends: True, as soon as enough answers ended; False, when a heuristic says that
+        no running beam will do better; "never", when none possibly can.
 
     Raises:
       RequestError: a value is out of range; the message names it.
@@ -85,11 +92,17 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
+        self._check_answers()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected True or False")
@@ -157,6 +170,52 @@ class SamplingParams:
             _integer("an entry of stop_token_ids", token, 0)
         self._set("stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
 
+    def _check_answers(self) -> None:
+        self._set("n", _integer("n", self.n, 1))
+        if self.best_of is not None:
+            self._set("best_of", _integer("best_of", self.best_of, self.n))
+        self._set("length_penalty", _number("length_penalty", self.length_penalty))
+        if not isinstance(self.use_beam_search, bool):
+            raise RequestError(f"use_beam_search is {self.use_beam_search!r}, expected True or False")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(f'early_stopping is {self.early_stopping!r}, expected True, False or "never"')
+        if self.max_tokens == 0 and self.num_sequences > 1:
+            raise RequestError(
+                f"n or best_of is {self.num_sequences} with max_tokens 0, expected 1: nothing is sampled"
+            )
+        if self.use_beam_search:
+            self._check_beam_search()
+            return
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != default:
+                raise RequestError(f"{name} is {getattr(self, name)!r} without use_beam_search, which alone reads it")
+        if self.greedy and self.num_sequences > 1:
+            raise RequestError(
+                f"n or best_of is {self.num_sequences} with temperature 0, expected 1: all answers would be the same; "
+                "raise the temperature, or set use_beam_search"
+            )
+
+    def _check_beam_search(self) -> None:
+        if self.num_sequences < 2:
+            raise RequestError("use_beam_search with one beam, expected best_of (or n) of at least 2")
+        expected = {"temperature": 0.0, "top_k": (0, -1), "top_p": 1.0, "min_p": 0.0, "uses_penalties": False}
+        for name, wanted in expected.items():
+            if getattr(self, name) not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+                what = "a penalty is set" if name == "uses_penalties" else f"{name} is {getattr(self, name)}"
+                raise RequestError(
+                    f"{what} with use_beam_search, which follows the model's raw probabilities; leave it out"
+                )
+        for name in ("logit_bias", "stop"):
+            if getattr(self, name):
+                raise RequestError(f"{name} is set with use_beam_search, which does not support it; leave it out")
+        if self.logprobs is not None:
+            raise RequestError("logprobs are not given with use_beam_search; each answer has its cumulative_logprob")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for a request: samples or beams."""
+        return self.n if self.best_of is None else self.best_of
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -175,6 +234,9 @@ class Request:
       prompt_token_ids: the prompt, at least one token.
       params: how to sample and when to stop.
       seed: the seed in force (`params.seed`, or one that the engine drew).
+      priority: lower comes first, where the scheduler's policy is "priority".
+      cache_salt: cached pages are shared only between requests with the same salt.
+      pin: keep the prompt's pages when the request ends (`Engine.pin_prefix`).
       arrival_time_s: monotonic clock at arrival.
     """
 
@@ -182,13 +244,10 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
+    priority: int = 0
+    cache_salt: str | None = None
+    pin: bool = False
     arrival_time_s: float = field(default_factory=time.monotonic)
-
-
-class SequenceStatus(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -206,53 +265,30 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(eq=False)
-class Sequence:
-    """What the engine knows of a request while it holds it. Mutable; the scheduler owns it.
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer to a request, whole or so far.
 
-    Token ranges, all half-open:
-      [0, num_prompt_tokens)                   the prompt
-      [num_prompt_tokens, len(tokens))         output that the host has read
-      [len(tokens), num_tokens)                output that steps in flight have sampled (`num_pending`)
-      [0, num_computed_tokens)                 tokens whose KV is written, by steps that ran or are in flight
+    Attributes:
+      index: 0, 1, ... among the answers of the request; with `best_of` and beam search the best is first.
+      text: the text so far; stop strings are cut off.
+      token_ids: the tokens so far, the ending stop token included.
+      finish_reason: "stop", "length", "abort" or "error"; `None` while it runs.
+      stop_reason: the stop string or token id that ended it; `None` for the model's end-of-sequence id.
+      logprobs: one entry a token of `token_ids`, if asked for.
+      cumulative_logprob: sum of the tokens' log-probabilities, where they are known: with `logprobs`, `best_of` and
+        beam search.
+      score: what a beam search ranks by: `cumulative_logprob` over length to the power of `length_penalty`.
     """
 
-    request: Request
-    tokens: list[int] = field(init=False)
-    num_pending: int = 0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-    state_index: int | None = None
-    status: SequenceStatus = SequenceStatus.WAITING
-    finish_reason: FinishReason | None = None
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-    num_preemptions: int = 0
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens that were sampled, read or not."""
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Output tokens that the host has read."""
-        return self.tokens[self.num_prompt_tokens :]
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,30 +299,41 @@ class Output:
       request_id: as given.
       prompt: the prompt's text, or `None` if token ids were given.
       prompt_token_ids: the prompt's tokens.
-      text: the output's text so far; stop strings are cut off.
-      token_ids: the output's tokens so far, the ending stop token included.
-      finish_reason: "stop", "length", "abort" or "error"; `None` while it runs.
-      stop_reason: the stop string or token id that ended it; `None` for the model's end-of-sequence id.
-      logprobs: one entry a token of `token_ids`, if asked for.
+      completions: the answers, `n` of them; one, if nothing else was asked for. `text`, `token_ids`, `finish_reason`,
+        `stop_reason` and `logprobs` are those of the first.
       prompt_logprobs: one entry a token of the prompt, `None` for its first token, if asked for.
-      num_cached_tokens: prompt tokens whose KV was found in a prefix cache; 0 in this version, which has none.
-      num_preemptions: how often it lost its pages and was recomputed.
+      num_cached_tokens: prompt tokens that were not computed for this request, since their KV was found in the prefix
+        cache when it began to run. What a preemption makes it compute again does not change it.
+      num_preemptions: how often it lost its pages, and got them back from the host or by computing them again.
       error: what went wrong, with finish_reason "error".
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    completions: tuple[Completion, ...]
+    finished: bool
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.completions[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.completions[0].logprobs

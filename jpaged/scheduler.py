@@ -1,169 +1,210 @@
 """`Scheduler`: which sequences take part in the next step, with how many tokens, and on which pages.
 
 Continuous batching without phases: the KV of each sequence (`num_computed_tokens`) chases its tokens (`num_tokens`),
-and each plan spends one budget of tokens. Running sequences come first, the oldest before the newer: one token each,
-or, while a prompt is not computed yet, a chunk of it. What is left admits waiting sequences.
+and each plan spends one budget of tokens, in three passes, each in the order of service:
 
-Running sequences followed by waiting ones are always in the order of arrival. That is kept by three rules: only the
-head of the queue is admitted, only the newest running sequence is preempted, and it returns to the head of the queue.
-So a long prompt at the head holds up shorter ones behind it (head-of-line blocking). This is on purpose: letting them
-pass would starve it.
+    1. sequences that lack one token: a token each, so that a long prompt never makes them wait
+    2. sequences that lack more: a chunk each
+    3. what is left admits groups: first those that were preempted, then waiting ones
+
+The order of service is the order of arrival, or that of aged priorities. If pages run out, the last group in that order
+is preempted, as a whole, and comes back before anybody new: then nobody is admitted who would take its pages. A group
+that does not fit may be passed by a bounded number of younger ones. The first group is never preempted, and alone it
+always fits; so every plan without results in flight makes progress.
 
 Plans may run ahead of results: `plan` counts the tokens of a step as computed, and its samples as pending, when the
-step is planned; `update` fills in the sampled tokens whenever they have been read.
-
-Pages and state indices are given back at once, even if steps in flight still write to them. That is safe because the
-device runs steps in order: whoever is given the page next writes to it in a later step, before anything reads it.
+step is planned; `update` fills in the sampled tokens whenever they have been read. Pages and state indices are given
+back at once, even if steps in flight still write to them. That is safe because the device runs steps in order: whoever
+is given the page next writes to it in a later step, before anything reads it. For the same reason pages can be found in
+the prefix cache as soon as the step that fills them is planned, by rows of that very step too.
 """
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
 
+from jpaged.beam_search import BeamSearch
 from jpaged.config import SchedulerConfig
-from jpaged.errors import ConfigError, PageStateError, PromptTooLongError, RequestError
-from jpaged.page_allocator import PageAllocator
-from jpaged.request import FinishReason, Sequence, SequenceStatus
-from jpaged.step_plan import PlannedRow, SequenceUpdate, StepPlan
+from jpaged.errors import RequestError
+from jpaged.group_queues import GroupQueues
+from jpaged.limits import Limits
+from jpaged.memory_manager import MemoryManager
+from jpaged.plan_rows import PlanRows
+from jpaged.request import FinishReason
+from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
+from jpaged.step_plan import SequenceUpdate, StepPlan
+
+RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+
+Candidates = AbstractSequence[tuple[int, float]]
 
 
 class Scheduler:
-    """Owns the sequences between their arrival and their end, and their pages.
+    """Owns sequences between their arrival and their end.
 
     Args:
-      config: rows and tokens of a step at the most. Its `max_model_len` is not read: it may be unresolved.
-      allocator: where pages come from.
+      config: rows and tokens of a step at the most, and the policies. Its `max_model_len` is not read: it may be
+        unresolved.
+      memory: where pages come from.
       max_model_len: tokens of a sequence at the most, prompt and output together.
       eos_token_ids: token ids that end every output, unless its request ignores them.
 
     Raises:
-      ConfigError: `max_model_len` leaves no room for a prompt and an output token.
+      ConfigError: `max_model_len` leaves no room for a prompt and an output token, or the preemption costs cannot be
+        read.
 
     Example:
+      >>> from jpaged.page_allocator import PageAllocator
       >>> from jpaged.request import Request, SamplingParams
-      >>> scheduler = Scheduler(SchedulerConfig(), PageAllocator(9, 16), max_model_len=128)
-      >>> seq = Sequence(Request(request_id="a", prompt_token_ids=(5, 6, 7), params=SamplingParams(max_tokens=2)))
-      >>> scheduler.add(seq)
+      >>> memory = MemoryManager(PageAllocator(num_pages=9, page_size=4))
+      >>> scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8), memory, max_model_len=32)
+      >>> request = Request(request_id="a", prompt_token_ids=(5, 6, 7), params=SamplingParams(max_tokens=2))
+      >>> group = SequenceGroup(request)
+      >>> scheduler.add(group)
       >>> while (plan := scheduler.plan()) is not None:
-      ...     tokens = [8 for _ in plan.rows]  # what the model would sample
+      ...     tokens = [8] * plan.num_seqs  # what the model would sample
       ...     _ = scheduler.update(plan, tokens)
-      >>> seq.output_token_ids, seq.finish_reason
+      >>> group.seqs[0].output_token_ids, group.seqs[0].finish_reason
       ([8, 8], 'length')
 
     Reference:
       Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models", OSDI 2022 (batches
       change with every step); Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with
       Sarathi-Serve", OSDI 2024 (chunked prefill); Kwon et al., "Efficient Memory Management for Large Language Model
-      Serving with PagedAttention", SOSP 2023 (preemption by recomputation).
+      Serving with PagedAttention", SOSP 2023 (sequence groups, preemption by recomputation and by swapping).
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        allocator: PageAllocator,
+        memory: MemoryManager,
         *,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        if max_model_len < 2:
-            raise ConfigError(f"max_model_len is {max_model_len}, expected at least 2 (a prompt and an output token)")
         self._config = config
-        self._allocator = allocator
-        self._max_model_len = max_model_len
+        self._memory = memory
         self._eos_token_ids = frozenset(eos_token_ids)
-        # Keyed by request id, in the order of arrival (waiting) and of admission (running): first, last and any given
-        # entry are removed in O(1).
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: dict[str, Sequence] = {}
-        self._free_state_indices = list(range(config.max_num_seqs))  # a heap
-        self._num_preemptions = 0
+        self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
+        self._queues = GroupQueues(config, memory, chunk=self._chunk)
+        self._candidates: dict[Sequence, Candidates] = {}  # of beams whose search waits for other beams
+        self._num_arrived = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that hold no pages yet, or none any more."""
-        return len(self._waiting)
+    def waiting(self) -> tuple[SequenceGroup, ...]:
+        """Groups that hold no pages of the device, the next to be served first."""
+        return (*self._queues.preempted, *self._queues.waiting)
 
     @property
-    def num_running(self) -> int:
-        """Sequences that hold pages."""
-        return len(self._running)
+    def running(self) -> tuple[SequenceGroup, ...]:
+        """Groups that hold pages, in the order of service."""
+        return tuple(self._queues.running)
 
     @property
-    def waiting(self) -> tuple[Sequence, ...]:
-        """Waiting sequences, the next to be admitted first."""
-        return tuple(self._waiting.values())
-
-    @property
-    def running(self) -> tuple[Sequence, ...]:
-        """Running sequences, the oldest first."""
-        return tuple(self._running.values())
+    def running_seqs(self) -> list[Sequence]:
+        """The unfinished sequences of running groups, in the order of service."""
+        return self._queues.running_seqs
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
-        return bool(self._waiting or self._running)
+        """Whether any group is unfinished."""
+        return bool(self._queues.groups)
 
     @property
     def num_preemptions(self) -> int:
         """Preemptions since the scheduler was made."""
-        return self._num_preemptions
+        return self._queues.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """Those of them that moved the pages to the host."""
+        return self._queues.num_swaps
 
     @property
     def num_tokens_held(self) -> int:
-        """Tokens whose KV is in the pages of running sequences; the other slots of their pages are wasted."""
-        return sum(seq.num_computed_tokens for seq in self._running.values())
+        """Token slots of used pages that hold a token; the other slots are wasted. A shared page counts once."""
+        size = self._memory.allocator.page_size
+        empty = {seq.pages[-1]: -seq.num_computed_tokens % size for seq in self.running_seqs if seq.pages}
+        return self._memory.allocator.num_used * size - sum(empty.values())
 
-    def add(self, seq: Sequence) -> None:
-        """Puts a new sequence at the end of the queue.
+    def add(self, group: SequenceGroup) -> None:
+        """Takes a new group.
 
         Raises:
           PromptTooLongError: it can never fit into the context window or into the page pool.
-          RequestError: its prompt is empty, its id is in use, or it has already ended.
+          RequestError: its prompt is empty, its id is in use, it has already ended, or it asks for too many sequences.
         """
-        request_id = seq.request.request_id
-        if request_id in self._waiting or request_id in self._running:
-            raise RequestError(f"request {request_id!r} is still being served: use another request_id")
-        if seq.is_finished:
-            raise RequestError(f"request {request_id!r} has already ended: make a new Sequence of it")
-        self._require_fits(seq)
-        self._waiting[request_id] = seq
+        request = group.request
+        if request.request_id in self._queues.groups:
+            raise RequestError(f"request {request.request_id!r} is still being served: use another request_id")
+        if group.is_finished:
+            raise RequestError(f"request {request.request_id!r} has already ended: make a new SequenceGroup of it")
+        self._limits.require_fits(request)
+        seq, params = group.seqs[0], request.params
+        seq.limit = self._limits.num_tokens(request)
+        seq.stop_ids = (frozenset() if params.ignore_eos else self._eos_token_ids) | set(params.stop_token_ids)
+        if params.use_beam_search:
+            group.beam = BeamSearch(
+                width=params.num_sequences,
+                num_return=params.n,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                stop_token_ids=seq.stop_ids,
+                max_tokens=seq.limit - seq.num_prompt_tokens,
+                min_tokens=params.min_tokens,
+            )
+        if params.num_sequences > 1:
+            seq.limit = 0  # so that `plan` treats it apart: it forks, or the search must first decide on its token
+        aged = request.priority * self._config.priority_aging_s + request.arrival_time_s
+        group.rank = (aged if self._config.policy == "priority" else 0.0, self._num_arrived)
+        self._num_arrived += 1
+        self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
         """Decides the next step and takes the pages that it needs, no more.
 
-        The plan's tokens count as computed from here on, and its samples as pending. The oldest running sequence is
-        never preempted, since alone it always fits; so every plan without results in flight makes progress.
+        The plan's tokens count as computed from here on, and its samples as pending.
 
         Returns:
-          The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all.
+          The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all. It has no
+          rows where pages must be moved and nothing else can be done.
         """
-        rows: list[PlannedRow] = []
-        preempted: list[Sequence] = []
-        admitted: list[Sequence] = []
-        budget = self._config.max_num_batched_tokens
-        for seq in self.running:
-            if seq.status is not SequenceStatus.RUNNING:
-                break  # preempted for an older one just now, as were all behind it: none of them has a row yet
-            num_tokens = min(self._num_tokens_to_compute(seq), budget)
-            if num_tokens and self._make_room(seq, num_tokens, preempted):
-                rows.append(self._plan_row(seq, num_tokens))
-                budget -= num_tokens
-        # Budget left means that no running prompt is unfinished, so nobody else has a claim on the free pages. After
-        # a preemption nobody is admitted: the head of the queue has just lost its pages because they were needed. For
-        # the same reason it comes back only when somebody else has given pages back, which bounds the recomputation.
-        while budget and not preempted and (seq := self._next_admissible()) is not None:
-            self._admit(seq)
-            admitted.append(seq)
-            num_tokens = min(seq.num_tokens, budget)
-            seq.pages.extend(self._allocator.allocate(self._allocator.pages_for(num_tokens)))
-            rows.append(self._plan_row(seq, num_tokens))
-            budget -= num_tokens
-        if not rows:
-            return None
-        rows.sort(key=lambda row: row.num_tokens > 1)  # stable: the order of admission within both kinds
-        return StepPlan(tuple(rows), tuple(preempted), tuple(admitted))
+        rows, memory = PlanRows(self._config.max_num_batched_tokens), self._memory
+        memory.start_plan()
+        decoding = rows.decoding
+        lacking: list[Sequence] = []
+        for seq in self._queues.running_seqs:
+            start = seq.num_computed_tokens
+            lacks = len(seq.tokens) + seq.num_pending - start
+            if lacks != 1 or start + 1 >= seq.limit:
+                # At its limit with samples pending, a sequence waits for their results.
+                if lacks and not (seq.num_pending and start + lacks >= seq.limit):
+                    lacking.append(seq)
+                continue
+            if seq.status is not RUNNING:
+                continue  # preempted just now
+            if start >= seq.writable_end:
+                memory.commit(seq)
+                if not self._make_room(seq, 1, rows):
+                    continue
+            seq.num_computed_tokens = start + 1
+            seq.num_pending += 1
+            decoding.append(seq)
+        for seq in lacking:
+            if seq.status is RUNNING and rows.budget:
+                self._plan_chunk(seq, rows)
+        while rows.budget and not rows.preempted and (group := self._queues.next_to_run()) is not None:
+            self._queues.run(group)
+            rows.admitted += group.live
+            for seq in group.live:
+                if rows.budget:
+                    self._plan_chunk(seq, rows)
+        transfers = memory.take_transfers()
+        return rows.build(transfers) if rows or any(transfers) else None
 
-    def update(self, plan: StepPlan, token_ids: list[int]) -> list[SequenceUpdate]:
+    def update(
+        self, plan: StepPlan, token_ids: list[int], candidates: Callable[[int], Candidates] | None = None
+    ) -> list[SequenceUpdate]:
         """Takes the results of a step; steps come in the order in which they were planned.
 
         An output ends, in this order: at an end-of-sequence id (unless ignored), at one of its stop token ids (neither
@@ -174,172 +215,120 @@ class Scheduler:
           plan: the step's plan.
           token_ids: one entry a row: the sampled token; negative if the logits were NaN, which ends the sequence with
             finish_reason "error". Not read for rows that do not sample.
+          candidates: gives the likeliest tokens of a row, with their log-probabilities, best first; for beam searches.
 
         Returns:
           One update for each row whose sequence had not ended before, in the order of the rows.
         """
-        if len(token_ids) != len(plan.rows):
-            raise ValueError(f"got {len(token_ids)} token ids, expected {len(plan.rows)}, one for each row of the plan")
+        if len(token_ids) != len(plan.seqs):
+            raise ValueError(f"got {len(token_ids)} token ids, expected {len(plan.seqs)}, one for each row of the plan")
         updates: list[SequenceUpdate] = []
-        for index, row in enumerate(plan.rows):
-            seq, new_token = row.seq, None
-            if seq.is_finished:
+        samples = plan.samples
+        for row, seq in enumerate(plan.seqs):
+            if seq.status is FINISHED:
                 continue
-            if row.samples:
+            token = token_ids[row]
+            if not samples[row]:
+                self._end_of_prompt(seq, plan.starts[row] + plan.q_lens[row])
+                token = None
+            elif token < 0 or not seq.limit:
+                token = self._update_rarely(seq, row, token, candidates)
+            else:
                 seq.num_pending -= 1
-                if token_ids[index] < 0:
-                    self.finish(seq, "error")
-                else:
-                    new_token = token_ids[index]
-                    seq.tokens.append(new_token)
-                    self._stop_if_due(seq, new_token)
-            elif seq.request.params.max_tokens == 0 and row.kv_len == seq.num_prompt_tokens:
-                self.finish(seq, "length")
-            updates.append(SequenceUpdate(seq, index, new_token))
+                tokens = seq.tokens
+                tokens.append(token)
+                if token in seq.stop_ids or len(tokens) >= seq.limit:
+                    self._stop_if_due(seq, token)
+            updates.append(SequenceUpdate(seq, row, token))
         return updates
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence and gives back all that it holds.
+        """Ends a sequence and gives back all that it holds; the group ends with its last sequence.
 
         A sequence that has already ended only gets the new reason: its last token may have reached the length limit
         and completed a stop string too.
         """
-        if not seq.is_finished:
-            if seq.status is SequenceStatus.RUNNING:
-                del self._running[seq.request.request_id]
-                self._release(seq)
-            else:
-                del self._waiting[seq.request.request_id]
-            seq.status = SequenceStatus.FINISHED
-            seq.num_pending = 0  # what is still in flight will be dropped
+        if seq.status is not FINISHED:
+            self._candidates.pop(seq, None)
+            self._queues.finish(seq)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
     def abort(self, request_id: str) -> bool:
-        """Ends a waiting or running sequence by its request id; False if there is none."""
-        seq = self._running.get(request_id) or self._waiting.get(request_id)
-        if seq is None:
+        """Ends all sequences of a request; False if there is none of that id."""
+        group = self._queues.groups.get(request_id)
+        if group is None:
             return False
-        self.finish(seq, "abort")
+        for seq in group.live:
+            self.finish(seq, "abort")
         return True
 
+    def weights_changed(self) -> None:
+        """The model's weights are others from the next plan on: what is cached must not be found any more."""
+        self._memory.weights_changed(seq for group in self._queues.groups.values() for seq in group.seqs)
+
+    def unpin(self, request_id: str) -> bool:
+        """Lets the pages of a pinned prompt go; False if there are none."""
+        return self._memory.unpin(request_id)
+
     def check_invariants(self) -> None:
-        """Checks that pages and state indices are held by running sequences only, exactly as many as they need.
+        """Checks, between two plans, that pages and state indices are held exactly by those who need them.
 
         Raises:
           PageStateError: they are not.
         """
-        running, waiting = self.running, self.waiting
-        self._allocator.check_invariants([seq.pages for seq in running])
-        for seq in running:
-            name, needed = seq.request.request_id, self._allocator.pages_for(seq.num_computed_tokens)
-            if seq.status is not SequenceStatus.RUNNING or len(seq.pages) != needed:
-                raise PageStateError(f"{name!r} is {seq.status.value} with {len(seq.pages)} pages, needs {needed}")
-        for seq in waiting:
-            name = seq.request.request_id
-            if seq.status is not SequenceStatus.WAITING or seq.pages or seq.num_computed_tokens:
-                raise PageStateError(f"{name!r} waits and still has pages or computed tokens")
-            if seq.state_index is not None:
-                raise PageStateError(f"{name!r} waits and has state index {seq.state_index}")
-        indices = [seq.state_index for seq in running] + self._free_state_indices
-        if set(indices) != set(range(self._config.max_num_seqs)) or len(indices) != self._config.max_num_seqs:
-            raise PageStateError(f"state indices in use and free are {indices}, expected each one once")
+        self._queues.check_invariants()
 
-    def _limit(self, seq: Sequence) -> int:
-        """Tokens at which the sequence ends, prompt included."""
-        max_tokens = seq.request.params.max_tokens
-        if max_tokens is not None:
-            return seq.num_prompt_tokens + max_tokens
-        return min(self._max_model_len, (self._allocator.num_pages - 1) * self._allocator.page_size)
+    # ------------------------------------------------------------------------------------------ rows
 
-    def _require_fits(self, seq: Sequence) -> None:
-        params, num_prompt = seq.request.params, seq.num_prompt_tokens
-        name = f"request {seq.request.request_id!r}"
-        if num_prompt == 0:
-            raise RequestError(f"{name} has an empty prompt, expected at least one token")
-        pool = (self._allocator.num_pages - 1) * self._allocator.page_size
-        limit = min(self._max_model_len, pool)
-        what = (
-            f"the context limit, max_model_len, of {self._max_model_len} tokens"
-            if self._max_model_len <= pool
-            else f"the page pool of {pool} tokens ({self._allocator.num_pages - 1} pages)"
-        )
-        most = limit if params.max_tokens == 0 else limit - 1
-        if num_prompt > most:
-            raise PromptTooLongError(
-                f"{name} has a prompt of {num_prompt} tokens, expected at most {most}: "
-                f"prompt and output share {what}; shorten the prompt"
-            )
-        if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
-            raise PromptTooLongError(
-                f"{name} asks for {num_prompt} prompt and {params.max_tokens} output tokens, which exceeds {what}; "
-                f"lower max_tokens to {limit - num_prompt} or pass None, which means whatever fits"
-            )
-        if num_prompt + params.min_tokens > limit:
-            raise PromptTooLongError(
-                f"{name} has {num_prompt} prompt tokens and min_tokens {params.min_tokens}, which exceeds {what}; "
-                f"lower min_tokens to {limit - num_prompt}"
-            )
-
-    def _num_tokens_to_compute(self, seq: Sequence) -> int:
-        num_tokens = seq.num_tokens
-        if seq.num_pending and num_tokens >= self._limit(seq):
-            return 0  # all of its output is sampled; it waits for the results
-        return num_tokens - seq.num_computed_tokens
-
-    def _make_room(self, seq: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
-        """Gets the pages for the sequence's next tokens, by preemption if need be; False if that hit the sequence."""
-        needed = self._allocator.pages_for(seq.num_computed_tokens + num_tokens) - len(seq.pages)
-        if needed == 0:
-            return True
-        while not self._allocator.can_allocate(needed):
-            victim = next(reversed(self._running.values()))
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is seq:
+    def _make_room(self, seq: Sequence, num_tokens: int, rows: PlanRows) -> bool:
+        """Gets the pages for the sequence's next tokens, by preemption if need be; False if there are none for it."""
+        while not self._memory.append(seq, num_tokens):
+            victim = self._queues.victim_for(seq.group)
+            if rows.holds_chunk_of(victim):
+                return False  # its row stays, and so does what others may share of it; the next plan will preempt it
+            rows.drop_decoding(victim)
+            self._queues.preempt(victim)
+            rows.preempted.append(victim)
+            if victim is seq.group:
                 return False
-        seq.pages.extend(self._allocator.allocate(needed))
         return True
 
-    def _plan_row(self, seq: Sequence, num_tokens: int) -> PlannedRow:
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens = end = start + num_tokens
-        samples = end == seq.num_tokens and seq.request.params.max_tokens != 0
-        seq.num_pending += samples
-        return PlannedRow(seq, start, num_tokens, samples)
+    def _plan_chunk(self, seq: Sequence, rows: PlanRows) -> None:
+        if not (seq.pages or self._begin(seq)):
+            return
+        lacks = seq.num_tokens - seq.num_computed_tokens
+        num_tokens = min(lacks, rows.budget, self._chunk)
+        if not num_tokens or not self._make_room(seq, num_tokens, rows):
+            return
+        group, params = seq.group, seq.request.params
+        samples = num_tokens == lacks and params.max_tokens != 0
+        rows.add(seq, num_tokens, samples)
+        self._memory.commit(seq)
+        if samples and group.beam is None and len(group.seqs) < params.num_sequences:
+            seq.limit = self._limits.num_tokens(seq.request)
+            for index in range(1, params.num_sequences):
+                child = self._queues.fork(seq, index)
+                group.seqs.append(child)
+                child.num_pending = 1
+                rows.admitted.append(child)
+                rows.add_fork(child, seq)
 
-    def _next_admissible(self) -> Sequence | None:
-        """The head of the queue, if it can run now: a row is free, its tokens are known and all of them fit."""
-        if not self._waiting or not self._free_state_indices:
-            return None
-        seq = next(iter(self._waiting.values()))
-        # The host does not know a pending token of a preempted sequence yet, and the device's copy of it is given up.
-        if seq.num_pending or not self._allocator.can_allocate(self._allocator.pages_for(seq.num_tokens)):
-            return None
-        return seq
+    def _begin(self, seq: Sequence) -> bool:
+        """Gives a sequence without pages what others have of its prompt; False if it must wait until they have it."""
+        leader, memory = seq.group.live[0], self._memory
+        size = memory.allocator.page_size
+        shared = 0 if memory.sliding_window is not None else seq.num_prompt_tokens // size * size
+        if seq is not leader and leader.num_computed_tokens < shared:
+            return False
+        hit = memory.find(seq)
+        if seq is leader or not shared or (hit is not None and hit.num_tokens >= shared):
+            memory.start(seq, hit)
+        else:
+            memory.fork(leader, seq, num_tokens=shared)
+        return True
 
-    def _admit(self, seq: Sequence) -> None:
-        del self._waiting[seq.request.request_id]
-        self._running[seq.request.request_id] = seq
-        seq.status = SequenceStatus.RUNNING
-        seq.state_index = heapq.heappop(self._free_state_indices)
-
-    def _preempt(self, seq: Sequence) -> None:
-        del self._running[seq.request.request_id]
-        self._release(seq)
-        self._waiting[seq.request.request_id] = seq
-        self._waiting.move_to_end(seq.request.request_id, last=False)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        self._num_preemptions += 1
-
-    def _release(self, seq: Sequence) -> None:
-        self._allocator.free(seq.pages)
-        seq.pages.clear()
-        if seq.state_index is not None:
-            heapq.heappush(self._free_state_indices, seq.state_index)
-            seq.state_index = None
+    # ------------------------------------------------------------------------------------------ results
 
     def _stop_if_due(self, seq: Sequence, token: int) -> None:
         params = seq.request.params
@@ -348,5 +337,49 @@ class Scheduler:
             self.finish(seq, "stop")
         elif may_stop and token in params.stop_token_ids:
             self.finish(seq, "stop", token)
-        elif len(seq.tokens) >= self._limit(seq):
+        elif len(seq.tokens) >= seq.limit:
             self.finish(seq, "length")
+
+    def _end_of_prompt(self, seq: Sequence, kv_len: int) -> None:
+        request = seq.request
+        if request.params.max_tokens == 0 and kv_len == seq.num_prompt_tokens:
+            if request.pin:
+                self._memory.pin(request.request_id, seq)
+            self.finish(seq, "length")
+
+    def _update_rarely(
+        self, seq: Sequence, row: int, token: int, candidates: Callable[[int], Candidates] | None
+    ) -> None:
+        """What a row gave that is no plain token: NaN, or a step of a beam search."""
+        seq.num_pending -= 1
+        group = seq.group
+        if token < 0:
+            for other in group.live if group.beam is not None else [seq]:
+                self.finish(other, "error")
+            return
+        if group.beam is None or candidates is None:
+            raise ValueError(
+                f"{group.request.request_id!r} searches with beams, which needs the candidates of its rows"
+            )
+        self._candidates[seq] = candidates(row)
+        if all(other in self._candidates for other in group.seqs):
+            self._advance_beams(group, group.beam)
+
+    def _advance_beams(self, group: SequenceGroup, beam: BeamSearch) -> None:
+        """Turns the beams of the last step into those of the next one: they are dropped or forked, and get a token."""
+        old = group.seqs
+        moves = beam.advance([self._candidates.pop(seq) for seq in old])
+        for index, seq in enumerate(old):
+            if moves and all(parent != index for parent, _ in moves):
+                self._queues.finish(seq)  # never the last one: the group goes on
+        beams: list[Sequence] = []
+        for parent, _ in moves:
+            seq = old[parent]
+            beams.append(self._queues.fork(seq, 0) if seq in beams else seq)
+        for seq, (_, token) in zip(beams, moves, strict=True):
+            seq.tokens.append(token)
+        if moves:
+            group.seqs = beams
+        else:
+            for seq in old:
+                self.finish(seq, "stop")

@@ -1,12 +1,27 @@
 """What the scheduler decides for one step (`StepPlan`), and what became of its rows (`SequenceUpdate`)."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from jpaged.request import Sequence
+from jpaged.sequence import Sequence, SequenceGroup
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PageTransfers(NamedTuple):
+    """What the device does before the step runs, in this order. All pages of a field are read before any is written.
+
+    Attributes:
+      swapped_out: (device page, host page) to save on the host.
+      swapped_in: (host page, device page) to load back.
+      copies: (source, copy) within the device's pool.
+    """
+
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+class PlannedRow(NamedTuple):
     """One sequence's part of a step.
 
     Attributes:
@@ -14,13 +29,16 @@ class PlannedRow:
       start: first token that the step computes.
       num_tokens: tokens that it computes, [start, start + num_tokens). Those at or after `len(seq.tokens)` are known to
         the device only, when the step before this one has not been read yet.
-      samples: whether its last token is the sequence's last one, so that the step samples the next.
+      samples: whether the step samples the sequence's next token.
+      source: index of the row whose last token it samples from: its own, or, where it computes no token because it was
+        forked in this step, that of its parent.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
+    source: int
 
     @property
     def kv_len(self) -> int:
@@ -30,36 +48,42 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Who takes part in one step, and with how many tokens.
+    """Who takes part in one step, and with how many tokens. Column i of the lists is row i.
+
+    Rows of one token stand first, then rows of more, then forks, which compute no token; else in the order of service.
 
     Attributes:
-      rows: at least one; rows of one token stand first. Else in the order of admission.
-      preempted: sequences that lost their pages while this plan was made, newest first.
-      admitted: sequences that began to run with this plan, in order.
+      seqs, starts, q_lens, samples, sources: as in `PlannedRow`, where `q_lens` is called `num_tokens`.
+      num_decode: leading rows of one token.
+      num_tokens: tokens of all rows, padding not counted.
+      transfers: what to do with pages before the step.
+      preempted: groups that lost their pages while this plan was made.
+      admitted: sequences that got a state index with this plan, in order.
     """
 
-    rows: tuple[PlannedRow, ...]
-    preempted: tuple[Sequence, ...] = ()
+    seqs: list[Sequence]
+    starts: list[int]
+    q_lens: list[int]
+    samples: list[bool]
+    sources: list[int]
+    num_decode: int
+    num_tokens: int
+    transfers: PageTransfers = field(default_factory=PageTransfers)
+    preempted: tuple[SequenceGroup, ...] = ()
     admitted: tuple[Sequence, ...] = ()
-
-    @property
-    def num_decode(self) -> int:
-        """Leading rows of one token."""
-        return sum(row.num_tokens == 1 for row in self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows, padding not counted."""
-        return sum(row.num_tokens for row in self.rows)
 
     @property
     def num_seqs(self) -> int:
         """Rows, padding not counted."""
-        return len(self.rows)
+        return len(self.seqs)
+
+    @property
+    def rows(self) -> Iterator[PlannedRow]:
+        """The columns, row by row."""
+        return map(PlannedRow, self.seqs, self.starts, self.q_lens, self.samples, self.sources)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """What one row of a step gave.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`LlamaConfig`: the shape of a Llama, from and to the names that checkpoints use. Imports no jax."""
+"""`LlamaConfig`: the shape of a Llama or a Mistral, from and to the names that checkpoints use. Imports no jax."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -66,7 +66,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The shape of a Llama. Field names are those of Hugging Face. Hashable.
+    """The shape of a Llama, or of a Mistral, which is one with a sliding window. Hashable.
+
+    Field names are those of Hugging Face.
 
     Attributes:
       vocab_size: tokens of the vocabulary (V).
@@ -80,7 +82,9 @@ class LlamaConfig:
       rope_theta: base of the rotary frequencies.
       rope_scaling: how they are stretched, if at all.
       tie_word_embeddings: the output projection is the embedding table.
-      attention_bias: the q, k, v and o projections have biases.
+      attention_bias: the q, k, v and o projections have biases. Not together with a sliding window.
+      sliding_window: in every layer, a token sees itself and the `sliding_window` - 1 tokens before it. `None`: all
+        tokens before it.
       max_position_embeddings: tokens of the longest context.
       bos_token_id: id that begins a text, if there is one.
       eos_token_ids: ids that end a text.
@@ -107,6 +111,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    sliding_window: int | None = None
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -134,6 +139,11 @@ class LlamaConfig:
             _require(_is_positive(getattr(self, name)), name, getattr(self, name), "a number above 0")
         for name in ("tie_word_embeddings", "attention_bias"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        if self.sliding_window is not None:
+            window = self.sliding_window
+            _require(_is_int(window) and window > 0, "sliding_window", window, "an integer above 0, or none")
+            # No architecture of Hugging Face computes both, so it could not be saved.
+            _require(not self.attention_bias, "attention_bias", True, f"false beside a sliding_window ({window})")
         ids = self.eos_token_ids if self.bos_token_id is None else (self.bos_token_id, *self.eos_token_ids)
         in_range = all(_is_int(token) and 0 <= token < self.vocab_size for token in ids)
         _require(in_range, "bos_token_id, eos_token_ids", ids, f"token ids below vocab_size ({self.vocab_size})")

@@ -16,17 +16,23 @@ _OPTIONAL = (
     "rms_norm_eps",
     "tie_word_embeddings",
     "attention_bias",
+    "sliding_window",
     "max_position_embeddings",
     "bos_token_id",
 )
+# What a config.json stands for where it lacks a key, as far as it is not what `LlamaConfig` has.
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 # What `from_hf` refuses unless it has one of these values: each would change the result.
 _REFUSED_UNLESS = {
     "hidden_act": (None, "silu", "swish"),
     "mlp_bias": (None, False),
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
-    "sliding_window": (None,),
+    "sliding_window_pattern": (None,),
 }
+# The same for one of the two architectures. A Llama of transformers knows of no window, a Mistral of no bias; both pass
+# such a key over, but its author must have meant something.
+_REFUSED_IN = {"llama": {"sliding_window": (None,)}, "mistral": {"attention_bias": (None, False)}}
 
 
 _FLOATS = ("rms_norm_eps", "rope_theta")
@@ -45,22 +51,43 @@ def fields_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     """
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"the config is a {type(config).__name__}, expected a JSON object")
-    if config.get("model_type") != "llama":
-        raise _refuse("model_type", config.get("model_type"), '"llama"')
-    architectures = config.get("architectures")
-    known = architectures in (None, []) or (isinstance(architectures, list) and "LlamaForCausalLM" in architectures)
-    if not known:
-        raise _refuse("architectures", architectures, '["LlamaForCausalLM"]')
-    for key, allowed in _REFUSED_UNLESS.items():
+    kind = config.get("model_type")
+    if kind not in ("llama", "mistral"):
+        raise _refuse("model_type", kind, '"llama" or "mistral"')
+    architectures, name = config.get("architectures"), f"{kind.capitalize()}ForCausalLM"
+    if architectures not in (None, []) and not (isinstance(architectures, list) and name in architectures):
+        raise _refuse("architectures", architectures, f'["{name}"]')
+    if kind == "mistral":
+        config = _MISTRAL_DEFAULTS | dict(config)
+    for key, allowed in (_REFUSED_UNLESS | _REFUSED_IN[kind]).items():
         if config.get(key) not in allowed:
             raise _refuse(key, config[key], " or ".join(repr(a) for a in allowed if a is not None) or "none")
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise ModelLoadError(f"the config lacks {', '.join(missing)}; is this the config.json of a Llama?")
+    _check_windows(config)
     fields = {key: config[key] for key in _REQUIRED}
     fields.update({key: config[key] for key in _OPTIONAL if config.get(key) is not None})
     fields["eos_token_ids"] = _unique([*_ids(config), *_ids(generation)])
     return _typed(fields | _rope_from_hf(config))
+
+
+def _check_windows(config: Mapping[str, Any]) -> None:
+    """Whether all layers see alike: keys that other architectures have for layers with and without a window.
+
+    Raises:
+      ModelLoadError: only some layers have a window, or the keys contradict each other.
+    """
+    window = config.get("sliding_window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(layer == kind for layer in types)):
+        odd = next(layer for layer in types if layer != kind) if isinstance(types, list) else types
+        raise _refuse("an entry of layer_types", odd, f'"{kind}" for all, since sliding_window is {window!r}')
+    if window is not None and config.get("use_sliding_window") not in (None, True):
+        raise _refuse("use_sliding_window", config["use_sliding_window"], f"true beside a sliding_window ({window!r})")
+    if window is not None and config.get("max_window_layers") not in (None, 0):
+        raise _refuse("max_window_layers", config["max_window_layers"], "0: all layers have the window, or none has")
 
 
 def _typed(fields: dict[str, Any]) -> dict[str, Any]:
@@ -148,12 +175,13 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 def hf_from_config(config: "LlamaConfig") -> dict[str, Any]:
     """Contents of config.json."""
     eos = list(config.eos_token_ids)
+    kind, left_out = ("llama", "sliding_window") if config.sliding_window is None else ("mistral", "attention_bias")
     result: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
         "hidden_act": "silu",
         "mlp_bias": False,
-        **{key: getattr(config, key) for key in (*_REQUIRED, *_OPTIONAL, "rope_theta")},
+        **{key: getattr(config, key) for key in (*_REQUIRED, *_OPTIONAL, "rope_theta") if key != left_out},
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "rope_scaling": None,
     }
@@ -189,7 +217,7 @@ def fields_from_gguf(
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"llama.{key}", default)
 
-    for key in ("expert_count", "attention.sliding_window"):
+    for key in ("expert_count", "attention.sliding_window_pattern"):
         if get(key):
             raise _refuse(f"llama.{key}", get(key), "none")
     names = {
@@ -212,6 +240,7 @@ def fields_from_gguf(
     if missing:
         raise ModelLoadError(f"the GGUF metadata lack {', '.join(missing)}")
     fields = {field: get(key) for field, key in names.items() if get(key) is not None}
+    fields["sliding_window"] = get("attention.sliding_window") or None  # of every layer; some writers put 0 for none
     fields["vocab_size"] = vocab_size
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(get(key), list):

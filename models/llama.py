@@ -1,4 +1,4 @@
-"""`Llama`: one set of parameters that serves through pages and trains."""
+"""`Llama`, which is also a Mistral: one set of parameters that serves through pages and trains."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, apply_rope, 
 
 
 class Llama(nnx.Module):
-    """A Llama (2, 3, 3.1, 3.2, TinyLlama, SmolLM2): a `PagedModel`, and a model to train.
+    """A Llama (2, 3, 3.1, 3.2, TinyLlama, SmolLM2) or a Mistral: a `PagedModel`, and a model to train.
 
     Parameters (L layers, fused kernels, all of one dtype; a tied model has no `lm_head`):
       embed [V, E]; norm/scale [E]; lm_head/kernel [E, V]; and in layers/i/:
@@ -26,7 +26,7 @@ class Llama(nnx.Module):
         f32 matrices may use tf32; `jax.default_matmul_precision("highest")` prevents it.)
 
     Reference:
-      https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783
+      https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,6 +60,11 @@ class Llama(nnx.Module):
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text."""
         return self.config.eos_token_ids
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Positions that every layer sees at most, a token's own included; `None`: all before it."""
+        return self.config.sliding_window
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -100,13 +105,14 @@ class Llama(nnx.Module):
         if meta.work is None:
             meta = plan_attention(meta, kv_pages[0].spec)
         rope = rotary_angles(self.config, meta.positions)
+        options = {"rope": rope, "sliding_window": self.config.sliding_window, "implementation": implementation}
         with jax.named_scope("embed"):
             x = self.embed[...][tokens]
         written = []
         for index, (block, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
 
             def attend(q, k, v, pages=pages):
-                return attend_and_write(q, k, v, pages, meta, rope=rope, implementation=implementation)
+                return attend_and_write(q, k, v, pages, meta, **options)
 
             with jax.named_scope(f"layer_{index}"):
                 x, pages = block(x, attend)
@@ -125,6 +131,8 @@ class Llama(nnx.Module):
     ) -> Float32[Array, "B L V"]:
         """Logits of whole sequences by dense causal attention: for training, and to check the paged path.
 
+        A sliding window is a mask here: it saves no memory.
+
         Args:
           tokens: token ids.
           segment_ids: several texts in one row: a token sees the earlier tokens of its own segment, a run of equal ids,
@@ -139,6 +147,8 @@ class Llama(nnx.Module):
             positions = index - start
             mask = (start[:, :, None] == start[:, None, :])[:, None]
         rope = rotary_angles(self.config, positions.reshape(-1))
+        # Keys left and right of a query's own; within a segment, places in the row differ as positions do.
+        window = None if self.config.sliding_window is None else (self.config.sliding_window - 1, 0)
 
         def rotate(x):
             return apply_rope(x.reshape(-1, *x.shape[2:]), rope).reshape(x.shape)
@@ -146,7 +156,10 @@ class Llama(nnx.Module):
         def attend(q, k, v):
             # It widens bf16 to f32 inside without saying so, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"):
-                return jax.nn.dot_product_attention(rotate(q), rotate(k), v, mask=mask, is_causal=True), None
+                out = jax.nn.dot_product_attention(
+                    rotate(q), rotate(k), v, mask=mask, is_causal=True, local_window_size=window
+                )
+            return out, None
 
         def run(block, x):
             return block(x, attend)[0]

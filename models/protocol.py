@@ -11,8 +11,11 @@ from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec
 class PagedModel(Protocol):
     """A `flax.nnx.Module` with these members. Nothing needs to be inherited or registered.
 
-    A model may also have `eos_token_ids: tuple[int, ...]`, the ids that end a text; without it only the stop ids of a
-    request do.
+    A model may also have:
+      eos_token_ids: tuple[int, ...], the ids that end a text; without it only the stop ids of a request do.
+      sliding_window: int | None, the number of positions, a token's own included, that every layer sees at most. The
+        engine then returns pages that lie wholly left of it while a sequence runs. `None`, or no such member: some
+        layer sees all positions, and every page is kept.
 
     What the engine promises: `__call__` and `logits` are traced under `jax.jit` with the model's parameters as
     arguments; tokens of one step are flat and ragged, row after row, and `meta` says which token belongs to which

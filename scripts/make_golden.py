@@ -105,7 +105,7 @@ _TENSORS = {
 }
 
 
-def load_gguf(reader: GGUFReader) -> transformers.LlamaForCausalLM:
+def load_gguf(reader: GGUFReader) -> Any:
     """A Llama of transformers with the file's weights in float32; every tensor is used exactly once."""
 
     def field(name: str) -> Any:
@@ -141,8 +141,9 @@ def load_gguf(reader: GGUFReader) -> transformers.LlamaForCausalLM:
     return build(config, state)
 
 
-def build(config: transformers.LlamaConfig, state: Mapping[str, torch.Tensor]) -> transformers.LlamaForCausalLM:
-    model = transformers.LlamaForCausalLM(config).float().eval()
+def build(config: transformers.PretrainedConfig, state: Mapping[str, torch.Tensor]) -> Any:
+    """The model of transformers that the config names, with these weights."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     missing, unexpected = model.load_state_dict(state, strict=False)
     allowed = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if unexpected or set(missing) - allowed:
@@ -151,7 +152,7 @@ def build(config: transformers.LlamaConfig, state: Mapping[str, torch.Tensor]) -
     return model
 
 
-def check_weights(model: transformers.LlamaForCausalLM, path: Path) -> None:
+def check_weights(model: Any, path: Path) -> None:
     """transformers' own reading of the file must be equal bit by bit."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ours, other = model.state_dict(), theirs.state_dict()
@@ -185,7 +186,7 @@ def load_tokenizer(reader: GGUFReader) -> tokenizers.Tokenizer:
 
 # --- greedy continuation ----------------------------------------------------------------------------------------------
 @torch.inference_mode()
-def greedy(model: transformers.LlamaForCausalLM, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
+def greedy(model: Any, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the logits [steps, V] that each was chosen from."""
     cache = transformers.DynamicCache(config=model.config)
     tokens, rows, feed = [], [], prompt
@@ -198,7 +199,7 @@ def greedy(model: transformers.LlamaForCausalLM, prompt: list[int], steps: int) 
 
 
 @torch.inference_mode()
-def whole(model: transformers.LlamaForCausalLM, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+def whole(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Logits [steps, V] of the same tokens, computed as one sequence, without a cache, with torch's fused attention."""
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([prompt + tokens[:-1]])
@@ -266,7 +267,7 @@ def make_smollm2(path: Path, out: Path) -> None:
 
 
 @torch.inference_mode()
-def score(model: transformers.LlamaForCausalLM, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+def score(model: Any, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     """Log-probability of each token of one text but the first, and the perplexity exp(-mean)."""
     ids = tokenizer.encode(golden_prompts.SCORED_TEXT).ids
     logprobs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -281,12 +282,18 @@ def score(model: transformers.LlamaForCausalLM, tokenizer: tokenizers.Tokenizer)
 
 
 # --- tiny models ------------------------------------------------------------------------------------------------------
+def build_tiny(name: str) -> tuple[dict[str, np.ndarray], Any]:
+    """A model of tests/golden/tiny_models.py: its weights, and transformers' model of them."""
+    config = copy.deepcopy(tiny_models.VARIANTS[name])  # transformers edits the dicts
+    tensors = tiny_models.weights(config, list(tiny_models.VARIANTS).index(name))
+    hf_config = transformers.AutoConfig.for_model(**config)
+    return tensors, build(hf_config, {key: torch.from_numpy(value) for key, value in tensors.items()})
+
+
 def make_tiny(out: Path) -> None:
     entries = []
     for seed, (name, config) in enumerate(tiny_models.VARIANTS.items()):
-        tensors = tiny_models.weights(config, seed)
-        hf_config = transformers.LlamaConfig(**copy.deepcopy(config), attn_implementation="eager")  # it edits the dicts
-        model = build(hf_config, {key: torch.from_numpy(value) for key, value in tensors.items()})
+        tensors, model = build_tiny(name)
         runs = []
         for prompt in tiny_models.prompts(seed, config["vocab_size"]):
             tokens, logits = greedy(model, prompt, TINY_OUTPUT_TOKENS)
@@ -306,7 +313,7 @@ def make_tiny(out: Path) -> None:
         entries.append({"name": name, "seed": seed, "config": config, "sha256": digest, "runs": runs})
         distinct = len({token for run in runs for token in run["output_token_ids"]})
         gap = min(run["smallest_gap"] for run in runs)
-        print(f"{name}: {distinct} distinct tokens, gap {gap:.5f}, {hf_config.rope_parameters}")
+        print(f"{name}: {distinct} distinct tokens, gap {gap:.5f}, {model.config.rope_parameters}")
     out.write_text(to_json({"provenance": provenance("tiny"), "models": entries}, depth=5) + "\n")
 
 

@@ -157,7 +157,7 @@ def test_scores_equal_transformers(llm) -> None:
 # --- small random models ----------------------------------------------------------------------------------------------
 # Compiling a step takes longest. These seven hold every branch between them; the others go through pages when
 # slow tests are asked for.
-THROUGH_PAGES = ("mha", "mqa", "head_dim", "odd_heads", "rope_parameters", "llama32_like", "bias_mqa_linear_tied")
+THROUGH_PAGES = ("mha", "mqa", "odd_heads", "rope_parameters", "llama32_like", "bias_mqa_linear_tied", "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,10 @@ def test_tiny_dense_logits_equal_transformers(load_tiny, name: str) -> None:
     "name", [name if name in THROUGH_PAGES else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
 )
 def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(load_tiny, name: str) -> None:
-    """Twenty pages of 8 tokens are too few for the three requests: one is preempted and computed again."""
+    """Twenty pages of 8 tokens are too few for the three requests: one is preempted and computed again.
+
+    Not so with a sliding window, whose requests keep a few pages each.
+    """
     from jpaged import LLM, CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 
     entry, model = load_tiny(name)
@@ -217,4 +220,5 @@ def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(load_tiny, na
         assert list(output.token_ids) == run["output_token_ids"]
         want = np.array(run["chosen_logits"]) - np.array(run["log_normalizer"])
         near([got.logprob for got in output.logprobs or ()], want, TINY_ATOL, name)
-    assert sum(output.num_preemptions for output in outputs) > 0
+    if model.sliding_window is None:
+        assert sum(output.num_preemptions for output in outputs) > 0

@@ -14,6 +14,7 @@ from jpaged.cli.chat import chat
 from jpaged.cli.fetch import fetch
 from jpaged.cli.generate import generate
 from jpaged.cli.info import info
+from jpaged.cli.plan import plan
 from jpaged.errors import ConfigError, JpagedError, RequestError
 
 EXIT_ERROR: Final = 1
@@ -70,7 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, fetch, info):
+for _command in (generate, chat, fetch, info, plan):
     app.command(help=_reflowed(_command.__doc__))(_command)
 
 

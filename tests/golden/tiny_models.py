@@ -1,4 +1,4 @@
-"""Small random Llamas, one for each branch of the model, that two sides can rebuild from a config and a seed.
+"""Small random Llamas and Mistrals, one for each branch, that two sides can rebuild from a config and a seed.
 
 The recipe, which needs numpy alone: one `numpy.random.default_rng(seed)` draws `standard_normal` float32 values for
 each tensor in the sorted order of its Hugging Face name; the values are scaled by the kind of tensor (`_scale`), and
@@ -37,6 +37,12 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+# A Mistral is a Llama with a sliding window on every layer.
+_MISTRAL = {
+    **{key: value for key, value in _BASE.items() if key != "attention_bias"},
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
 }
 _LEFT_OUT = ("num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias", "rms_norm_eps")
 
@@ -87,13 +93,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_theta": 20000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
+    "mistral": {**_MISTRAL, "sliding_window": 5, "head_dim": 16},
+    "mistral_page": {**_MISTRAL, "sliding_window": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "mistral_defaults": {
+        key: value for key, value in _MISTRAL.items() if key not in ("num_key_value_heads", "rms_norm_eps")
+    }
+    | {"num_attention_heads": 16, "hidden_size": 64},  # 8 KV heads and a window of 4,096 by default
 }
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape [out, in] of every tensor of the checkpoint, by name."""
     embed, ffn, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = config.get("num_key_value_heads") or (8 if config["model_type"] == "mistral" else heads)
     head_dim = config.get("head_dim") or embed // heads
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], embed),

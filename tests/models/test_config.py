@@ -41,6 +41,23 @@ HF = {
     "use_cache": True,
 }
 LLAMA3 = RopeScaling(kind="llama3", factor=32.0, original_max_position_embeddings=8192)
+MISTRAL = {  # version 0.1 of the 7B model
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GGUF = {
     "general.architecture": "llama",
     "llama.vocab_size": 49152,
@@ -92,6 +109,50 @@ def test_rope_keys_old_and_new(changes, theta, scaling):
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+def test_mistral_with_and_without_a_window():
+    config = LlamaConfig.from_hf(MISTRAL)
+    assert (config.sliding_window, config.num_key_value_heads, config.num_parameters) == (4096, 8, 7_241_732_096)
+    assert config == LlamaConfig.from_hf(MISTRAL | {"layer_types": ["sliding_attention"] * 32, "max_window_layers": 0})
+    assert config == LlamaConfig.from_hf(MISTRAL | {"use_sliding_window": True})
+    without = LlamaConfig.from_hf(MISTRAL | {"sliding_window": None, "layer_types": ["full_attention"] * 32})
+    assert without == dataclasses.replace(config, sliding_window=None)
+    assert (without.to_hf()["model_type"], config.to_hf()["model_type"]) == ("llama", "mistral")  # the same without one
+
+
+def test_defaults_of_mistral_are_those_of_transformers():
+    left_out = ("num_key_value_heads", "max_position_embeddings", "sliding_window")
+    config = LlamaConfig.from_hf({key: value for key, value in MISTRAL.items() if key not in left_out})
+    assert (config.num_key_value_heads, config.max_position_embeddings, config.sliding_window) == (8, 131072, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures of the config is ['LlamaForCausalLM']"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"] * 16},
+            "layer_types of the config is 'full_attention'",
+        ),
+        ({"layer_types": ["full_attention"] * 32}, '"sliding_attention" for all, since sliding_window is 4096'),
+        ({"layer_types": 5}, "layer_types of the config is 5"),
+        ({"use_sliding_window": False}, "use_sliding_window of the config is False"),
+        ({"max_window_layers": 28}, "max_window_layers of the config is 28"),
+        ({"sliding_window": 0}, "sliding_window is 0, expected an integer above 0"),
+        ({"sliding_window": [4096, None]}, "sliding_window is [4096, None]"),
+        ({"attention_bias": True}, "attention_bias of the config is True"),
+    ],
+)
+def test_refuses_windows_by_name(changes, message):
+    with pytest.raises(ModelLoadError) as caught:
+        LlamaConfig.from_hf(MISTRAL | changes)
+    assert message in str(caught.value)
+
+
+def test_no_bias_beside_a_window():
+    with pytest.raises(ModelLoadError, match=r"attention_bias is True, expected false beside a sliding_window \(5\)"):
+        tiny_config(sliding_window=5, attention_bias=True)
+
+
 def test_end_ids_of_the_generation_config_join():
     config = LlamaConfig.from_hf(HF | {"eos_token_id": 128001}, {"eos_token_id": [128001, 128009], "temperature": 0.6})
     assert config.eos_token_ids == (128001, 128009)
@@ -108,6 +169,7 @@ def test_whole_numbers_stand_for_fractions():
         {},
         {"eos_token_ids": ()},
         {"eos_token_ids": (3, 4), "bos_token_id": 1, "attention_bias": True, "head_dim": 16},
+        {"sliding_window": 5},
         {"rope_scaling": RopeScaling(kind="linear", factor=3.0)},
         {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, low_freq_factor=0.5, high_freq_factor=3.0)},
         {"rope_scaling": RopeScaling(kind="factors", factors=(1.0, 1.5, 2.0, 2.5))},
@@ -121,7 +183,10 @@ def test_to_hf_and_back(changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type of the config is 'mistral', expected \"llama\""),
+        ({"model_type": "qwen2"}, 'model_type of the config is \'qwen2\', expected "llama" or "mistral"'),
+        ({"model_type": ["llama"]}, "model_type of the config is ['llama']"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of the config is 'sliding_attention'"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern"),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act of the config is 'gelu', expected 'silu'"),
@@ -202,6 +267,12 @@ def test_gguf_vocabulary_counts_where_its_size_is_not_given():
     assert LlamaConfig.from_gguf(metadata | {"tokenizer.ggml.tokens": ["a"] * 7}, tensor_names=[]).vocab_size == 7
 
 
+@pytest.mark.parametrize(("value", "window"), [(4096, 4096), (0, None), (None, None)])
+def test_gguf_sliding_window(value, window):
+    config = LlamaConfig.from_gguf(GGUF | {"llama.attention.sliding_window": value}, tensor_names=[])
+    assert config.sliding_window == window
+
+
 @pytest.mark.parametrize(
     ("changes", "factors", "scaling"),
     [
@@ -225,6 +296,8 @@ def test_gguf_rope_scaling(changes, factors, scaling):
     [
         ({"general.architecture": "qwen2"}, "general.architecture of the config is 'qwen2'"),
         ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.attention.sliding_window": -1}, "sliding_window is -1"),
+        ({"llama.attention.sliding_window_pattern": [True, False]}, "llama.attention.sliding_window_pattern"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count"),
         ({"llama.attention.value_length": 32}, "llama.attention.value_length"),
@@ -252,7 +325,8 @@ def test_gguf_rope_factors_and_linear_scaling_exclude_each_other():
 ODD = st.sampled_from(
     [None, -1, 0, 1, 0.5, "x", "", [], [None], [[]], {}, {"x": []}, 1e400, float("nan"), 10**400, True]
 )
-FULL_HF = HF | {"rope_parameters": None, "quantization_config": None, "sliding_window": None}
+FULL_HF = HF | {"rope_parameters": None, "quantization_config": None, "sliding_window": None, "layer_types": None}
+FULL_MISTRAL = FULL_HF | MISTRAL | {"use_sliding_window": True, "max_window_layers": 0}
 FULL_GGUF = GGUF | {
     "llama.attention.key_length": 64,
     "llama.attention.value_length": 64,
@@ -266,11 +340,16 @@ FULL_GGUF = GGUF | {
 }
 
 
-@given(st.dictionaries(st.sampled_from(sorted(FULL_HF)), ODD, max_size=3), ODD)
-@example({}, None)
-def test_odd_values_of_a_hf_config_are_read_or_refused(changes, eos):
+@given(
+    st.sampled_from([FULL_HF, FULL_MISTRAL]),
+    st.dictionaries(st.sampled_from(sorted(FULL_MISTRAL)), ODD, max_size=3),
+    ODD,
+)
+@example(FULL_HF, {}, None)
+@example(FULL_MISTRAL, {}, None)
+def test_odd_values_of_a_hf_config_are_read_or_refused(config, changes, eos):
     with suppress(ModelLoadError):
-        LlamaConfig.from_hf(FULL_HF | changes, {"eos_token_id": eos})
+        LlamaConfig.from_hf(config | changes, {"eos_token_id": eos})
 
 
 @given(

@@ -11,7 +11,8 @@ from .paged import DenseRunner, PagedRunner, greedy_dense, random_llama
 # Every branch of the model, in few compilations.
 VARIANTS = {
     "grouped, tied": {},
-    "multi-query, explicit head_dim, linear": {
+    "multi-query, explicit head_dim, linear, sliding window": {
+        "sliding_window": 5,
         "num_key_value_heads": 1,
         "head_dim": 16,
         "rope_scaling": RopeScaling(kind="linear", factor=4.0),
@@ -45,6 +46,17 @@ def test_paged_equals_causal(name):
         np.testing.assert_allclose(np.concatenate(got[s]), dense(texts[s]), rtol=0, atol=TOLERANCE)
 
 
+def test_a_sliding_window_sees_that_many_tokens():
+    """One layer, so that the last logits depend on the last 5 tokens and on no other."""
+    model = random_llama(num_hidden_layers=1, sliding_window=5)
+    dense = DenseRunner(model)
+    text = np.random.default_rng(2).integers(0, 48, size=32)
+    last = dense(text.tolist())[-1]
+    for place in range(32):
+        changed = dense([*text[:place], (text[place] + 7) % 48, *text[place + 1 :]])[-1]
+        assert np.array_equal(changed, last) == (place < 32 - 5), place
+
+
 def test_greedy_tokens_through_pages_equal_dense_ones():
     model = random_llama(seed=3)
     assert PagedRunner(model, num_sequences=1).greedy([5, 6, 7], 16) == greedy_dense(model, [5, 6, 7], 16)
@@ -54,6 +66,7 @@ def test_is_a_paged_model():
     model = random_llama()
     assert isinstance(model, PagedModel)
     assert (model.vocab_size, model.max_position, model.eos_token_ids) == (48, 64, (2,))
+    assert (model.sliding_window, random_llama(sliding_window=5).sliding_window) == (None, 5)
     (spec, other) = model.page_specs(num_pages=4, page_size=16, dtype="bfloat16", implementation="xla")
     assert spec == other
     assert (spec.num_kv_heads, spec.head_dim, spec.dtype.name) == (2, 8, "bfloat16")
@@ -79,7 +92,8 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_packed_segments_equal_separate_texts():
-    model = random_llama()
+    """With a sliding window that is shorter than a text; the default model's golden test packs texts without one."""
+    model = random_llama(sliding_window=3)
     texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     packed = jnp.asarray([texts[0] + texts[1] + [0, 0]], jnp.int32)
     segment_ids = jnp.asarray([[1] * 5 + [2] * 3 + [0] * 2], jnp.int32)

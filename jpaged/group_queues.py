@@ -1,0 +1,231 @@
+"""`GroupQueues`: where each group is, and how it gets from there to elsewhere.
+
+    add ──► waiting ──────── run ───────► running ──► closed
+                                ▲            │
+             preempted ── run ──┘◄─ preempt ─┘
+
+Running groups hold pages, and one state index for each sequence that they have or may yet get by a fork.
+"""
+
+import heapq
+
+from jpaged.config import SchedulerConfig
+from jpaged.errors import PageStateError
+from jpaged.memory_manager import MemoryManager
+from jpaged.preemption import PreemptionCosts
+from jpaged.ranked_groups import RankedGroups
+from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
+
+WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
+_MAX_TRIED = 8  # waiting groups that are tried behind one that does not fit
+
+
+class GroupQueues:
+    """All unfinished groups.
+
+    Args:
+      config: policies, and the number of state indices (`max_num_seqs`).
+      memory: where pages come from.
+      chunk: tokens of a sequence in one step at the most.
+
+    Raises:
+      ConfigError: the preemption costs cannot be read.
+    """
+
+    def __init__(self, config: SchedulerConfig, memory: MemoryManager, *, chunk: int) -> None:
+        self._config = config
+        self._memory = memory
+        self._chunk = chunk
+        costs = config.preemption_costs
+        self._costs = PreemptionCosts.load(costs) if costs is not None else None
+        self.groups: dict[str, SequenceGroup] = {}  # by request id
+        self.waiting, self.preempted, self.running = RankedGroups(), RankedGroups(), RankedGroups()
+        self._running_seqs: list[Sequence] | None = None  # to be made anew
+        self._free_state_indices = list(range(config.max_num_seqs))  # a heap
+        self.num_preemptions = 0
+        self.num_swaps = 0
+
+    @property
+    def running_seqs(self) -> list[Sequence]:
+        """The unfinished sequences of running groups, in the order of service."""
+        if self._running_seqs is None:
+            self._running_seqs = [seq for group in self.running for seq in group.seqs if seq.status is RUNNING]
+        return self._running_seqs
+
+    def add(self, group: SequenceGroup) -> None:
+        """A new group; its `rank` is set."""
+        self.groups[group.request.request_id] = group
+        self.waiting.add(group)
+
+    # ------------------------------------------------------------------------------------------ to run
+
+    def next_to_run(self) -> SequenceGroup | None:
+        """The next group that can run now: its state indices and pages are free, and all its tokens are known."""
+        if len(self.preempted):
+            group = self.preempted[0]
+            # A pending token is not known to the host yet, and the device's copy of it was given up.
+            return group if not group.num_pending and self._fits(group) else None
+        for tried, group in enumerate(self.waiting):
+            first = self.waiting[0]
+            if tried and (tried > _MAX_TRIED or first.num_passed >= self._config.max_passes):
+                return None
+            if self._fits(group):
+                first.num_passed += tried > 0
+                return group
+        return None
+
+    def run(self, group: SequenceGroup) -> None:
+        """Gives a waiting or preempted group its state indices, and its pages if they are on the host."""
+        self._queue_of(group).remove(group)
+        self.running.add(group)
+        self._running_seqs = None
+        indices = [heapq.heappop(self._free_state_indices) for _ in range(self._num_state_indices(group))]
+        group.state_indices = indices[::-1]
+        group.status = RUNNING
+        for seq in group.live:
+            seq.status, seq.state_index = RUNNING, group.state_indices.pop()
+        if any(seq.host_pages for seq in group.live):
+            self._memory.swap_in(group.live)
+
+    def _fits(self, group: SequenceGroup) -> bool:
+        memory, live = self._memory, group.live
+        available, alone = memory.allocator.num_available, not len(self.running)
+        if self._num_state_indices(group) > len(self._free_state_indices):
+            return False
+        if group.num_pages_lacking > available and not alone:
+            return False  # what it needs has hardly changed since it was looked up
+        if any(seq.host_pages for seq in live):
+            needed = memory.num_host_pages(live)
+            needed += 0 if alone else len(live)  # each one's next token may take a page
+        else:
+            needed = memory.num_pages_taken(memory.find(live[0]), live[0].num_tokens, self._chunk)
+            for seq in live[1:]:
+                shared = seq.num_prompt_tokens // memory.allocator.page_size
+                needed += memory.pages_at_most(seq.num_tokens, self._chunk) - shared
+        fits = needed <= available
+        group.num_pages_lacking = 0 if fits else needed
+        return fits
+
+    @staticmethod
+    def _num_state_indices(group: SequenceGroup) -> int:
+        forks_later = group.beam is not None or len(group.seqs) == 1
+        return group.request.params.num_sequences if forks_later else len(group.live)
+
+    def _queue_of(self, group: SequenceGroup) -> RankedGroups:
+        if group.status is RUNNING:
+            return self.running
+        return self.preempted if group.num_preemptions else self.waiting
+
+    # ------------------------------------------------------------------------------------------ running
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A new sequence of the same group, with the same tokens, on the same pages."""
+        group = parent.group
+        child = Sequence(group, index, tokens=list(parent.tokens), limit=parent.limit, stop_ids=parent.stop_ids)
+        child.num_cached_tokens, child.status = parent.num_cached_tokens, parent.status
+        if group.status is RUNNING:
+            child.state_index = group.state_indices.pop()
+        self._memory.fork(parent, child)
+        self._running_seqs = None
+        return child
+
+    def victim_for(self, group: SequenceGroup) -> SequenceGroup:
+        """Who is preempted when `group` lacks a page: the last group after it that has not been recomputed yet; else
+        the last one; else itself."""
+        last = None
+        for other in self.running.after(group):
+            if not other.num_recomputed:
+                return other
+            last = last or other
+        return last or group
+
+    def preempt(self, group: SequenceGroup) -> None:
+        """Takes all pages and state indices of a running group; it will come back before anybody new."""
+        live = group.live
+        if self._wants_swap(group, live):
+            self._memory.swap_out(live)
+            self.num_swaps += 1
+        else:
+            group.num_recomputed += 1
+            for seq in live:
+                self._memory.release(seq)
+        for seq in live:
+            seq.status = WAITING
+            group.state_indices.append(_index(seq))
+            seq.state_index = None
+        self._free(group.state_indices)
+        group.state_indices = []
+        self.running.remove(group)
+        self._running_seqs = None
+        group.status = WAITING
+        group.num_preemptions += 1
+        self.num_preemptions += 1
+        self.preempted.add(group)
+
+    def _wants_swap(self, group: SequenceGroup, live: list[Sequence]) -> bool:
+        how = self._config.preemption
+        if how == "recompute" or not self._memory.can_swap_out(live):
+            return False
+        if how == "swap" or group.num_recomputed:  # while the host has room, nothing is computed more than twice
+            return True
+        if self._costs is None:
+            return False
+        num_pages = len({page for seq in live for page in seq.pages if page})
+        prompt = live[0].num_prompt_tokens
+        num_tokens = live[0].num_computed_tokens + sum(max(seq.num_computed_tokens - prompt, 0) for seq in live[1:])
+        return self._costs.prefers_swap(num_tokens=num_tokens, num_pages=num_pages)
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def finish(self, seq: Sequence) -> None:
+        """Ends a sequence and takes back what it holds, here or on the host; its group ends with the last one."""
+        group = seq.group
+        if seq.status is RUNNING:
+            self._memory.release(seq)
+            if group.beam is not None:  # another beam may take its place
+                group.state_indices.append(_index(seq))
+            else:
+                self._free([_index(seq)])
+            seq.state_index = None
+            self._running_seqs = None
+        else:
+            self._memory.drop_host_pages(seq)
+        seq.status = FINISHED
+        seq.num_pending = 0  # what is still in flight will be dropped
+        if all(other.status is FINISHED for other in group.seqs):
+            self._queue_of(group).remove(group)
+            self._free(group.state_indices)
+            group.state_indices = []
+            group.status = FINISHED
+            del self.groups[group.request.request_id]
+
+    def _free(self, state_indices: list[int]) -> None:
+        for index in state_indices:
+            heapq.heappush(self._free_state_indices, index)
+
+    def check_invariants(self) -> None:
+        """Checks, between two plans, that pages and state indices are held exactly by those who need them.
+
+        Raises:
+          PageStateError: they are not.
+        """
+        running = self.running_seqs
+        self._memory.check_invariants(running, [seq for group in self.preempted for seq in group.seqs])
+        for seq in running:
+            needed = self._memory.allocator.pages_for(seq.num_computed_tokens)
+            if seq.group.status is not RUNNING or len(seq.pages) != needed or seq.host_pages:
+                name = seq.request.request_id
+                raise PageStateError(f"{name!r} is {seq.status.value} with {len(seq.pages)} pages, needs {needed}")
+        for seq in (seq for group in (*self.waiting, *self.preempted) for seq in group.seqs):
+            if seq.pages or seq.state_index is not None or (seq.num_computed_tokens and not seq.host_pages):
+                raise PageStateError(f"{seq.request.request_id!r} waits with pages, computed tokens or a state index")
+        indices = [_index(seq) for seq in running] + self._free_state_indices
+        indices += [index for group in self.running for index in group.state_indices]
+        if sorted(indices) != list(range(self._config.max_num_seqs)):
+            raise PageStateError(f"state indices in use and free are {indices}, expected each one once")
+
+
+def _index(seq: Sequence) -> int:
+    if seq.state_index is None:
+        raise PageStateError(f"{seq.request.request_id!r} runs without a state index")
+    return seq.state_index

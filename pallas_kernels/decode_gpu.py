@@ -1,0 +1,315 @@
+"""Paged attention for Hopper in Pallas Mosaic GPU: one launch, split over the KV, results joined on the way out.
+
+A block of threads holds `consumers` warpgroups that compute and one warpgroup whose warps load, a warp a consumer:
+
+    loading warp   record -> page ids -> one TMA box a page, K and V apart -> ring of `stages` tiles in shared memory
+    consumer       record -> queries -> [ wait K | S = Q K^T | running softmax | wait V | O += P V | free the stage ]*
+                   -> a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
+
+The query heads of a KV head, and several query tokens, are the rows of one 64-row matrix product, so every K and V is
+read once a tile. Work is cut by `gpu_plan`; scores are base-2 logarithms, so that the exponential is one instruction.
+
+Reference:
+  Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608 (warp specialisation); Dao et al., Flash-Decoding,
+  https://pytorch.org/blog/flash-decoding/ (splitting over the KV).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import gpu_plan as plan
+from .gpu_epilogue import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
+
+_LOG2E = math.log2(math.e)
+_LOWEST = -1e30  # below every score; finite, so that the difference of two of them is 0 and not NaN
+
+
+@dataclass(frozen=True)
+class GPUBlocks:
+    """Static choices of the kernel.
+
+    Attributes:
+      block_kv: KV tokens of a tile in shared memory and of a matrix product.
+      stages: tiles in a consumer's ring.
+      consumers: computing warpgroups of a block of threads.
+      num_blocks: blocks of threads, one a multiprocessor.
+      min_share: least work of a worker, in KV blocks.
+      unit_cost: cost of beginning a unit, in KV blocks.
+      swizzle: bytes of a row of the swizzled tiles.
+    """
+
+    block_kv: int
+    stages: int
+    consumers: int
+    num_blocks: int
+    min_share: int
+    unit_cost: int
+    swizzle: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.consumers * self.num_blocks
+
+
+def _row_tokens(group: int, shape: tuple[int, int]) -> jax.Array:
+    """The tile's query token that each row belongs to."""
+    rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    return lax.div(rows, jnp.full_like(rows, group)) if group > 1 else rows
+
+
+def _mask(s, position, kv, *, group, sliding_window):
+    """Scores that a query may not see become -inf: keys after it, and those that its window has left."""
+    q_positions = _row_tokens(group, s.shape) + position
+    kv_positions = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + kv
+    seen = kv_positions <= q_positions
+    if sliding_window is not None:
+        seen &= kv_positions > q_positions - sliding_window
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse):
+    """Walks a worker's share: the computing warpgroups."""
+    q_ref, _, records, _, counters, sinks_ref, total_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs
+    k_smem, v_smem, flags, k_full, v_full, freed = scratch
+    me, block = lax.axis_index("wg"), lax.axis_index("block")
+    worker = me * blocks.num_blocks + block
+    bkv, stages, rows = blocks.block_kv, blocks.stages, plan.TILE_ROWS
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    scale, cap = options.scale * _LOG2E, options.soft_cap
+    following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
+
+    def piece(i, step):
+        at = jnp.where(i == 0, worker, following + i - 1)
+        head, token, num_tokens = (records[at, f] for f in (plan.HEAD, plan.TOKEN, plan.NUM_TOKENS))
+        position, kv_start, num_blocks = (records[at, f] for f in (plan.POSITION, plan.KV_START, plan.NUM_BLOCKS))
+        slot, pieces, first_worker = (records[at, f] for f in (plan.SLOT, plan.PIECES, plan.FIRST_WORKER))
+        live_rows = num_tokens * group
+        q = load_queries(q_ref, token, head, live_rows, group=group, head_dim=head_dim, dtype=dtype)
+
+        def kv_block(j, carry):
+            acc, top, total, step = carry
+            stage = lax.rem(step, stages)
+            ring = me * stages + stage
+            kv = kv_start + j * bkv
+
+            def scores(s_ref):
+                plgpu.wgmma(s_ref, q, k_smem.at[me, stage].T)
+                return s_ref[...]
+
+            plgpu.barrier_wait(k_full.at[ring])
+            s = pl.run_scoped(scores, plgpu.ACC((rows, bkv), jnp.float32))
+            if cap is None:
+                s *= scale
+            else:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
+                s = cap * _LOG2E - (2 * cap * _LOG2E) / (1.0 + jnp.exp2(s * (2 * scale / cap)))
+            masked = kv + bkv > position + 1
+            if options.sliding_window is not None:
+                masked |= kv < position + num_tokens - options.sliding_window
+            s = lax.cond(
+                masked,
+                lambda x: _mask(x, position, kv, group=group, sliding_window=options.sliding_window),
+                lambda x: x,
+                s,
+            )
+            new_top = jnp.maximum(top, s.max(axis=1))
+            decay = jnp.exp2(top - new_top)
+            p = jnp.exp2(s - lax.broadcast_in_dim(new_top, s.shape, [0]))
+            total = total * decay + p.sum(axis=1)
+            acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
+            p = p.astype(dtype)
+            plgpu.barrier_wait(v_full.at[ring])
+
+            # A weight of 0 does not hide a NaN in a slot that no query may see.
+            unseen = kv + bkv > position + num_tokens
+            if options.sliding_window is not None:
+                unseen |= kv < position + 1 - options.sliding_window
+
+            @pl.when(unseen)
+            def _():
+                v = plgpu.load(v_smem.at[me, stage], layout=plgpu.Layout.WGMMA)
+                at_kv = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + kv
+                seen = at_kv < position + num_tokens
+                if options.sliding_window is not None:
+                    seen &= at_kv > position - options.sliding_window
+                v_smem[me, stage] = jnp.where(seen, v, jnp.zeros_like(v))
+                plgpu.commit_smem()
+
+            def values(acc_ref):
+                plgpu.wgmma(acc_ref, p, v_smem.at[me, stage])
+
+            acc = pl.run_state(values)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(freed.at[ring])
+            return acc, new_top, total, step + 1
+
+        acc = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+        top = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), row_layout)
+        total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), row_layout)
+        acc, top, total, step = lax.fori_loop(0, num_blocks, kv_block, (acc, top, total, step))
+
+        @pl.when(pieces == 1)
+        def _():
+            whole_top, whole = top, total
+            if sinks_ref is not None:
+                sinks = load_sinks(sinks_ref, head, group=group) * _LOG2E
+                whole_top = jnp.maximum(top, sinks)
+                whole = total * jnp.exp2(top - whole_top) + jnp.exp2(sinks - whole_top)
+            factor = jnp.exp2(top - whole_top) / whole
+            lse = (whole_top + jnp.log2(whole)) * (1 / _LOG2E) if with_lse else None
+            out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+            store_rows(out_ref, lse_ref, token, head, live_rows, out, lse, group=group)
+
+        @pl.when(pieces > 1)
+        def _():
+            # A piece may show nothing to some of its rows: then total is 0, and its log -inf.
+            factor = 1.0 / jnp.maximum(total, 1e-30)
+            out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+            store_partial(part_ref, part_lse_ref, slot, live_rows, out, top + jnp.log2(total))
+            join_pieces(
+                (part_ref, part_lse_ref, counters, flags.at[me], out_ref, lse_ref, sinks_ref),
+                (token, head, live_rows, pieces, first_worker),
+                group=group,
+                head_dim=head_dim,
+            )
+
+        return step
+
+    lax.fori_loop(0, count, piece, jnp.int32(0))
+    if total_ref is not None:
+        @pl.when(me == 0)
+        def _():
+            zero_padding(out_ref, lse_ref, total_ref, block, num_blocks=blocks.num_blocks)
+
+
+def _produce(refs, scratch, *, blocks, page_size):
+    """Loads a worker's share: one warp a consumer."""
+    _, pages, records, page_table, *_ = refs
+    k_smem, v_smem, _, k_full, v_full, freed = scratch
+    bkv, stages = blocks.block_kv, blocks.stages
+    box = math.gcd(page_size, bkv)
+
+    def warp(consumer):
+        @pl.when(consumer < blocks.consumers)
+        def _():
+            plgpu.griddepcontrol_wait()
+            worker = consumer * blocks.num_blocks + lax.axis_index("block")
+            following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
+
+            def piece(i, step):
+                at = jnp.where(i == 0, worker, following + i - 1)
+                head, row, last_page = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE))
+                kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
+
+                def kv_block(j, step):
+                    stage = lax.rem(step, stages)
+                    ring = consumer * stages + stage
+                    where = []
+                    for n in range(bkv // box):
+                        kv = kv_start + (j * bkv + n * box)
+                        column = lax.div(kv, page_size)
+                        offset = kv - column * page_size
+                        page = page_table[row, jnp.minimum(column, last_page)]
+                        where.append((page, pl.ds(pl.multiple_of(offset, 8), box) if box != page_size else slice(None)))
+
+                    @pl.when(step >= stages)
+                    def _():
+                        plgpu.barrier_wait(freed.at[ring])
+
+                    for which, (smem, full) in enumerate(((k_smem, k_full), (v_smem, v_full))):
+                        for n, (page, slots) in enumerate(where):
+                            plgpu.copy_gmem_to_smem(
+                                pages.at[page, slots, 2 * head + which],
+                                smem.at[consumer, stage, pl.ds(n * box, box)],
+                                full.at[ring],
+                            )
+                    return step + 1
+
+                return lax.fori_loop(0, num_blocks, kv_block, step)
+
+            lax.fori_loop(0, count, piece, jnp.int32(0))
+
+    plgpu.warp_map(warp)
+
+
+def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, blocks, options, with_lse):
+    """The kernel call: see `paged_attention_gpu`."""
+    num_tokens, heads, head_dim = q.shape
+    group = heads // (pages.shape[2] // 2)
+    tile_rows = plan.tile_tokens(group, num_tokens) * group
+    box = math.gcd(page_size, blocks.block_kv)
+    has = (True, True, True, True, True, sinks is not None, total is not None)
+
+    def body(*args):
+        args = list(args)
+        refs = [args.pop(0) if here else None for here in has]
+        refs.append(args.pop(0))
+        refs.append(args.pop(0) if with_lse else None)
+        refs += [args.pop(0), args.pop(0)]
+        scratch = args
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < blocks.consumers)
+        def _():
+            plgpu.set_max_registers(_consumer_registers(blocks.consumers), action="increase")
+            plgpu.griddepcontrol_wait()
+            _consume(
+                refs, scratch, blocks=blocks, group=group, head_dim=head_dim, dtype=q.dtype, options=options,
+                with_lse=with_lse,
+            )
+
+        @pl.when(wg == blocks.consumers)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            _produce(refs, scratch, blocks=blocks, page_size=page_size)
+
+    tile = (blocks.consumers, blocks.stages, blocks.block_kv, head_dim)
+    transforms = (
+        plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),
+        plgpu.SwizzleTransform(blocks.swizzle),
+    )
+    rings = blocks.consumers * blocks.stages
+    full = plgpu.Barrier(num_arrivals=blocks.block_kv // box, num_barriers=rings)
+    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if with_lse:
+        out_type.append(jax.ShapeDtypeStruct((num_tokens, heads), jnp.float32))
+    out_type += [
+        jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows), jnp.float32),
+    ]
+    call = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[
+            plgpu.SMEM(tile, q.dtype, transforms=transforms),
+            plgpu.SMEM(tile, q.dtype, transforms=transforms),
+            plgpu.SMEM((blocks.consumers, 1), jnp.int32),
+            full,
+            full,
+            plgpu.Barrier(num_arrivals=1, num_barriers=rings),
+        ],
+        grid=(blocks.num_blocks,),
+        grid_names=("block",),
+        num_threads=blocks.consumers + 1,
+        thread_name="wg",
+        kernel_name="paged_attention_decode",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=mgpu.LoweringSemantics.Lane,
+        ),
+    )
+    operands = [q, pages, records, page_table, counters, sinks, total]
+    results = call(*[x for x in operands if x is not None])
+    return results[0], results[1] if with_lse else None
+
+
+def _consumer_registers(consumers: int) -> int:
+    return {1: 240, 2: 232, 3: 152}[consumers]
