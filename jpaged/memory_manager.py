@@ -194,17 +194,15 @@ class MemoryManager:
         """Takes a sequence's pages back. The prefix cache keeps what others may want, until the pages are needed."""
         self.commit(seq)
         pages = [page for page in seq.pages if page]
-        if self.prefix_cache is not None and seq.chain:
-            size = self.allocator.page_size
-            end = min(seq.num_computed_tokens, len(seq.tokens))
-            full, rest = divmod(end, size)
-            if rest and len(seq.chain) == full + 1 and self._holders(seq.pages[full]) == 1:
-                self.prefix_cache.insert_partial(
-                    seq.chain[-1], token_bytes(seq.tokens[full * size : end]), seq.pages[full]
-                )
-        if self._copies:  # what was to be copied for it in this plan is not wanted any more
-            released = set(pages)
-            self._copies = [copy for copy in self._copies if copy[1] not in released]
+        dropped = [copy for copy in self._copies if copy[1] in pages]  # for it, in this plan; not wanted any more
+        size, end = self.allocator.page_size, min(seq.num_computed_tokens, len(seq.tokens))
+        full, rest = divmod(end, size)
+        if self.prefix_cache is not None and rest and len(seq.chain) == full + 1:
+            page = seq.pages[full]
+            if self._holders(page) == 1 and all(page != copy for _, copy in dropped):
+                tail = token_bytes(seq.tokens[full * size : end])
+                self.prefix_cache.insert_partial(seq.chain[-1], tail, page)
+        self._copies = [copy for copy in self._copies if copy not in dropped]
         self.allocator.free(pages)
         seq.pages, seq.chain = [], []
         seq.pages_version += 1

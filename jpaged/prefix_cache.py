@@ -211,7 +211,7 @@ class PrefixCache:
     def start_plan(self) -> None:
         """A step is about to be planned: what was inserted before is written by the time this step's copies are made.
 
-        Pages that are inserted from now on may be shared at once, since the step writes before it reads, but not copied.
+        Pages that are inserted from now on may be shared at once, since a step writes before it reads, but not copied.
         """
         self._unwritten.clear()
 

@@ -31,7 +31,7 @@ from jpaged.memory_manager import MemoryManager
 from jpaged.plan_rows import PlanRows
 from jpaged.request import FinishReason
 from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
-from jpaged.step_plan import SequenceUpdate, StepPlan
+from jpaged.step_plan import StepPlan
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 
@@ -166,8 +166,8 @@ class Scheduler:
         The plan's tokens count as computed from here on, and its samples as pending.
 
         Returns:
-          The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all. It has no
-          rows where pages must be moved and nothing else can be done.
+          The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all. A plan
+          without rows moves pages.
         """
         rows, memory = PlanRows(self._config.max_num_batched_tokens), self._memory
         memory.start_plan()
@@ -204,7 +204,7 @@ class Scheduler:
 
     def update(
         self, plan: StepPlan, token_ids: list[int], candidates: Callable[[int], Candidates] | None = None
-    ) -> list[SequenceUpdate]:
+    ) -> list[int | None]:
         """Takes the results of a step; steps come in the order in which they were planned.
 
         An output ends, in this order: at an end-of-sequence id (unless ignored), at one of its stop token ids (neither
@@ -218,29 +218,24 @@ class Scheduler:
           candidates: gives the likeliest tokens of a row, with their log-probabilities, best first; for beam searches.
 
         Returns:
-          One update for each row whose sequence had not ended before, in the order of the rows.
+          One entry a row: the token that was appended to its sequence; `None` if there is none, be it that the row did
+          not sample, failed, belongs to a beam search, or that its sequence had ended before.
         """
         if len(token_ids) != len(plan.seqs):
             raise ValueError(f"got {len(token_ids)} token ids, expected {len(plan.seqs)}, one for each row of the plan")
-        updates: list[SequenceUpdate] = []
-        samples = plan.samples
-        for row, seq in enumerate(plan.seqs):
-            if seq.status is FINISHED:
+        new_tokens: list[int | None] = list(token_ids)
+        for row, (seq, token, samples) in enumerate(zip(plan.seqs, token_ids, plan.samples, strict=True)):
+            if seq.status is FINISHED or not samples or token < 0 or not seq.limit:
+                new_tokens[row] = None
+                if seq.status is not FINISHED:
+                    self._update_rarely(plan, row, token, candidates)
                 continue
-            token = token_ids[row]
-            if not samples[row]:
-                self._end_of_prompt(seq, plan.starts[row] + plan.q_lens[row])
-                token = None
-            elif token < 0 or not seq.limit:
-                token = self._update_rarely(seq, row, token, candidates)
-            else:
-                seq.num_pending -= 1
-                tokens = seq.tokens
-                tokens.append(token)
-                if token in seq.stop_ids or len(tokens) >= seq.limit:
-                    self._stop_if_due(seq, token)
-            updates.append(SequenceUpdate(seq, row, token))
-        return updates
+            seq.num_pending -= 1
+            tokens = seq.tokens
+            tokens.append(token)
+            if token in seq.stop_ids or len(tokens) >= seq.limit:
+                self._stop_if_due(seq, token)
+        return new_tokens
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence and gives back all that it holds; the group ends with its last sequence.
@@ -340,27 +335,25 @@ class Scheduler:
         elif len(seq.tokens) >= seq.limit:
             self.finish(seq, "length")
 
-    def _end_of_prompt(self, seq: Sequence, kv_len: int) -> None:
-        request = seq.request
-        if request.params.max_tokens == 0 and kv_len == seq.num_prompt_tokens:
-            if request.pin:
-                self._memory.pin(request.request_id, seq)
-            self.finish(seq, "length")
-
     def _update_rarely(
-        self, seq: Sequence, row: int, token: int, candidates: Callable[[int], Candidates] | None
+        self, plan: StepPlan, row: int, token: int, candidates: Callable[[int], Candidates] | None
     ) -> None:
-        """What a row gave that is no plain token: NaN, or a step of a beam search."""
+        """Takes what a row gave that is no plain token: a part of the prompt, NaN, or a step of a beam search."""
+        seq = plan.seqs[row]
+        group, request = seq.group, seq.request
+        if not plan.samples[row]:
+            if request.params.max_tokens == 0 and plan.starts[row] + plan.q_lens[row] == seq.num_prompt_tokens:
+                if request.pin:
+                    self._memory.pin(request.request_id, seq)
+                self.finish(seq, "length")
+            return
         seq.num_pending -= 1
-        group = seq.group
         if token < 0:
             for other in group.live if group.beam is not None else [seq]:
                 self.finish(other, "error")
             return
         if group.beam is None or candidates is None:
-            raise ValueError(
-                f"{group.request.request_id!r} searches with beams, which needs the candidates of its rows"
-            )
+            raise ValueError(f"{request.request_id!r} searches with beams: give the candidates of its rows")
         self._candidates[seq] = candidates(row)
         if all(other in self._candidates for other in group.seqs):
             self._advance_beams(group, group.beam)

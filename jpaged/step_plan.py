@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step (`StepPlan`), and what became of its rows (`SequenceUpdate`)."""
+"""`StepPlan`: what the scheduler decides for one step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,18 +81,3 @@ class StepPlan:
     def rows(self) -> Iterator[PlannedRow]:
         """The columns, row by row."""
         return map(PlannedRow, self.seqs, self.starts, self.q_lens, self.samples, self.sources)
-
-
-class SequenceUpdate(NamedTuple):
-    """What one row of a step gave.
-
-    Attributes:
-      seq: whose row it was. `seq.is_finished` tells whether this step was its last one.
-      row: index of the row in its plan.
-      new_token: the token that was appended to `seq.tokens`; `None` if the row sampled none, or if what it sampled was
-        not a token (then `seq.finish_reason` is "error").
-    """
-
-    seq: Sequence
-    row: int
-    new_token: int | None

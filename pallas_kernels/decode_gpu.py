@@ -27,7 +27,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import gpu_plan as plan
-from .gpu_epilogue import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
+from .combine_gpu import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
 
 _LOG2E = math.log2(math.e)
 _LOWEST = -1e30  # below every score; finite, so that the difference of two of them is 0 and not NaN
