@@ -192,7 +192,7 @@ def plan_capacity(
 
     weights, per_page = weight_bytes(config, dtype), kv_bytes_per_page(config, page_size, kv_dtype)
     usable = int(device_bytes * memory_fraction)
-    lives = _Lives(lengths.select(max_total=longest), config.sliding_window, chunk_tokens)
+    lives = _Lives(_served(lengths, longest), config.sliding_window, chunk_tokens)
 
     def pool_bytes(num_seqs: int) -> int:
         return usable - weights - sampler_bytes(num_seqs, config.vocab_size)
@@ -218,7 +218,7 @@ def plan_capacity(
             "one reserved); take more memory or lower max_model_len"
         )
     longest = min(longest, capacity)
-    lives = _Lives(lengths.select(max_total=longest), config.sliding_window, chunk_tokens)
+    lives = _Lives(_served(lengths, longest), config.sliding_window, chunk_tokens)
     return CapacityPlan(
         device_bytes=device_bytes,
         memory_fraction=memory_fraction,
@@ -265,6 +265,16 @@ class _Lives:
 
     def paged_at_end(self, page_size: int) -> Residency:
         return paged_at_end(self.lengths, page_size, sliding_window=self.window, chunk_tokens=self.chunk_tokens)
+
+
+def _served(lengths: Lengths, max_model_len: int) -> Lengths:
+    shortest = lengths.total_tokens.min()
+    if shortest > max_model_len:
+        raise ConfigError(
+            f"the shortest request of {lengths.source} has {shortest} tokens, but a sequence may have {max_model_len}; "
+            "take a model with a longer context, more memory, or shorter requests"
+        )
+    return lengths.select(max_total=max_model_len)
 
 
 def _num_pages(pool_bytes: int, page_size: int, bytes_per_page: int) -> int:

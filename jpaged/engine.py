@@ -1,52 +1,44 @@
 """`Engine`: requests in, outputs out. `step()` is the whole system on one page: plan, dispatch, collect."""
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jpaged.batch import BatchPacker, state_index
+from jpaged.batch import BatchPacker
+from jpaged.collector import Collector
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
+from jpaged.entry_loader import EntryLoader
+from jpaged.errors import RequestError
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
 from jpaged.kv_cache import PoolPlan, allocate_pool, model_weights, plan_pool
+from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
-from jpaged.output_builder import OutputBuilder
-from jpaged.page_allocator import PageAllocator
+from jpaged.page_mover import PageMover
 from jpaged.pallas_kernels import resolve_implementation
-from jpaged.request import Output, SamplingParams, Sequence, TokenLogprobs
+from jpaged.request import Output, SamplingParams
 from jpaged.sampler_state import (
     MAX_BANNED_IDS,
     entry_for,
     load_entry,
     make_sampler_state,
-    needs_entry,
     sampler_state_bytes,
 )
 from jpaged.scheduler import Scheduler
+from jpaged.sequence import SequenceGroup
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
-from jpaged.step import DispatchedStep, StepRunner, read_logprobs, read_prompt_logprobs
+from jpaged.step import DispatchedStep, StepRunner
 from jpaged.step_plan import StepPlan
 from jpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Live:
-    """What the engine keeps of a request while it lives."""
-
-    seq: Sequence
-    builder: OutputBuilder
-    stream: bool
 
 
 class Engine:
@@ -109,11 +101,17 @@ class Engine:
             eos_token_ids = {*getattr(model, "eos_token_ids", ()), *(tokenizer.eos_token_ids if tokenizer else ())}
         self.eos_token_ids = tuple(sorted(eos_token_ids))
 
-        max_num_seqs = config.scheduler.max_num_seqs
-        self._allocator = PageAllocator(self.pool_plan.num_pages, self.pool_plan.page_size)
+        max_num_seqs, num_host_pages = config.scheduler.max_num_seqs, config.cache.host_pages
+        self._memory = MemoryManager.for_pool(
+            self.pool_plan.num_pages,
+            self.pool_plan.page_size,
+            prefix_cache=config.cache.prefix_cache,
+            num_host_pages=num_host_pages,
+            sliding_window=getattr(model, "sliding_window", None),
+        )
         self._scheduler = Scheduler(
             config.scheduler,
-            self._allocator,
+            self._memory,
             max_model_len=self.pool_plan.max_model_len,
             eos_token_ids=self.eos_token_ids,
         )
@@ -137,8 +135,11 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=tokenizer,
             seed=config.seed,
+            priorities=config.scheduler.policy == "priority",
         )
-        self._live: dict[str, _Live] = {}
+        self._mover = PageMover(self._kv_pages, num_host_pages=num_host_pages)
+        self._collector = Collector(self._scheduler, tokenizer)
+        self._entries = EntryLoader(self.eos_token_ids, self.vocab_size)
         self._in_flight: deque[DispatchedStep] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
         self._failure: BaseException | None = None
@@ -153,6 +154,8 @@ class Engine:
         *,
         request_id: str | None = None,
         stream: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Takes a request; it runs with the steps that follow.
 
@@ -161,6 +164,8 @@ class Engine:
           params: how to sample; `SamplingParams()` if left out.
           request_id: unique among live requests; made up if left out.
           stream: `step` gives an `Output` each time the request advances, not only at its end.
+          priority: lower is served first, if the scheduler's policy is "priority"; must be 0 else.
+          cache_salt: KV is shared with requests of the same salt only.
 
         Returns:
           The request's id.
@@ -168,12 +173,42 @@ class Engine:
         Raises:
           RequestError: the request is refused, and why; nothing else changes.
         """
+        return self._add(prompt, params, request_id, stream=stream, priority=priority, cache_salt=cache_salt)
+
+    def pin_prefix(self, prompt: str | AbstractSequence[int], *, cache_salt: str | None = None) -> str:
+        """Computes the KV of a prompt with the steps that follow, and keeps it until `unpin_prefix`.
+
+        Requests that begin with the same tokens then find it, whatever else needs pages. The request's `Output`, which
+        is empty, tells when it is done. `update_weights` drops all pins, since their KV is of the old weights.
+
+        Args:
+          prompt: text (needs a tokenizer) or token ids.
+          cache_salt: requests with the same salt alone find it.
+
+        Returns:
+          The name to unpin it by, which is its request id too.
+
+        Raises:
+          RequestError: the prompt is refused, there is no prefix cache, or a live request could no longer be served.
+        """
+        if self._memory.prefix_cache is None:
+            raise RequestError("this engine has no prefix cache to pin into; set CacheConfig(prefix_cache=True)")
+        return self._add(prompt, SamplingParams(max_tokens=0), None, pin=True, cache_salt=cache_salt)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Lets a pinned prefix go; it stays cached until its pages are needed. False if there is none of that name."""
+        return self._scheduler.unpin(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes but pinned ones that are in use; what runs is not disturbed."""
+        self._scheduler.reset_prefix_cache()
+
+    def _add(self, prompt, params, request_id, *, stream: bool = False, **options) -> str:
         self._check_alive()
-        request = self._intake.request(prompt, params, request_id, self._live)
-        seq = Sequence(request)
-        builder = OutputBuilder(seq, prompt if isinstance(prompt, str) else None, self.tokenizer)
-        self._scheduler.add(seq)
-        self._live[request.request_id] = _Live(seq, builder, stream)
+        request = self._intake.request(prompt, params, request_id, self._collector, stream=stream, **options)
+        group = SequenceGroup(request)
+        self._scheduler.add(group)
+        self._collector.open(group, prompt if isinstance(prompt, str) else None, stream=stream)
         self._counter.num_requests += 1
         return request.request_id
 
@@ -183,15 +218,12 @@ class Engine:
         Returns:
           What it had produced, with finish_reason "abort"; `None` if no such request lives.
         """
-        live = self._live.get(request_id)
-        if live is None or not self._scheduler.abort(request_id):
-            return None
-        return self._close(live)
+        return self._collector.abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Some request has not ended."""
-        return bool(self._live)
+        return len(self._collector) > 0
 
     def step(self) -> list[Output]:
         """Plans and dispatches one step, and reads the results of the one before it (`run_ahead`).
@@ -210,7 +242,7 @@ class Engine:
             plan = self._plan()
             if plan is not None:
                 self._dispatch(plan)
-            ahead = 1 if self.config.run_ahead and plan is not None else 0
+            ahead = 1 if self.config.run_ahead and plan is not None and plan.seqs else 0
             while len(self._in_flight) > ahead:
                 outputs += self._collect()
             return outputs
@@ -230,23 +262,27 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
-        for seq in plan.admitted:
-            params = seq.request.params
-            if needs_entry(params):
-                entry = entry_for(params, self.eos_token_ids, self.vocab_size)
-                with deferred_interrupts():
-                    self._state = load_entry(self._state, state_index(seq), *entry)
+        if any(plan.transfers):
+            with deferred_interrupts():  # pages are donated: what goes in must come back
+                self._kv_pages = self._mover.move(self._kv_pages, plan.transfers)
+        moved_at = time.perf_counter()
+        self._counter.move_s += moved_at - start
+        if not plan.seqs:
+            return
+        for index, entry in self._entries.due(plan):
+            with deferred_interrupts():
+                self._state = load_entry(self._state, index, entry)
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
         compile_s = 0.0
         if not self._runner.has(shape):  # outside of the block below: compiling takes long
             compile_s = self._runner.compile(self._kv_pages, self._state, shape).seconds
-        with deferred_interrupts():  # pages are donated: what goes in must come back
+        with deferred_interrupts():
             outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
             self._in_flight.append(DispatchedStep(plan, outputs))
         outputs.token_ids.copy_to_host_async()
         counter = self._counter
-        counter.pack_s += packed_at - start
+        counter.pack_s += packed_at - moved_at
         counter.dispatch_s += time.perf_counter() - packed_at - compile_s
         counter.count_step(
             self._pool_use(),
@@ -258,10 +294,10 @@ class Engine:
     def _end_all(self, interrupt: KeyboardInterrupt) -> None:
         """After Ctrl-C, which may come between any two lines of a step: ends all requests, then looks what is whole."""
         try:
-            for request_id in list(self._live):
-                self._scheduler.abort(request_id)
-            self._live.clear()
+            self._collector.drop_all()
             self._in_flight.clear()
+            self._entries.clear()
+            self._scheduler.abandon_plan()
             self._scheduler.check_invariants()
             whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves((self._kv_pages, self._state)))
         except Exception:
@@ -272,62 +308,15 @@ class Engine:
     def _collect(self) -> list[Output]:
         start = time.perf_counter()
         done = self._in_flight[0]
-        token_ids = np.asarray(done.outputs.token_ids)[: done.plan.num_seqs].tolist()
+        token_ids = np.asarray(done.outputs.token_ids)
         waited = time.perf_counter()
         self._in_flight.popleft()
-        logprobs = read_logprobs(done.plan, done.outputs)
-        broken = self._set_prompt_logprobs(done)
-        outputs = [self._close(live) for live in broken]
-        for update in self._scheduler.update(done.plan, token_ids):
-            live = self._live.get(update.seq.request.request_id)
-            if live is None or live.seq is not update.seq:
-                continue
-            try:
-                self._take_token(live, update.new_token, logprobs(update.row))
-            except Exception as error:  # the fault of one request ends that request alone
-                live.builder.error = f"{type(error).__name__}: {error}"
-                live.seq.stop_reason = None
-                self._scheduler.finish(live.seq, "error")
-            if live.seq.is_finished:
-                outputs.append(self._close(live))
-            elif live.stream and update.new_token is not None:
-                outputs.append(live.builder.output())
+        outputs = self._collector.collect(done, token_ids)
         if self.config.check_invariants:
             self._scheduler.check_invariants()
         self._counter.wait_s += waited - start
         self._counter.update_s += time.perf_counter() - waited
         return outputs
-
-    def _take_token(self, live: _Live, token: int | None, logprobs: TokenLogprobs | None) -> None:
-        if token is None:
-            return
-        self._counter.num_generated_tokens += 1
-        ends = live.seq.finish_reason == "stop"
-        stop = live.builder.add_token(token, logprobs, ends=ends)
-        if stop is not None:
-            self._scheduler.finish(live.seq, "stop", stop)
-
-    def _close(self, live: _Live) -> Output:
-        del self._live[live.seq.request.request_id]
-        self._counter.num_finished += 1
-        if live.seq.finish_reason == "error" and live.builder.error is None:
-            live.builder.error = (
-                "the model produced NaN, or no token was left to sample: check the weights, the dtype and logit_bias"
-            )
-        return live.builder.finish()
-
-    def _set_prompt_logprobs(self, done: DispatchedStep) -> list[_Live]:
-        """Gives the requests that ask what they asked for; returns those whose model produced NaN, ended."""
-        broken: dict[str, _Live] = {}
-        for seq, position, logprobs in read_prompt_logprobs(done.plan, done.outputs):
-            live = self._live.get(seq.request.request_id)
-            if live is None or live.seq is not seq:
-                continue
-            live.builder.set_prompt_logprobs(position, logprobs)
-            if math.isnan(logprobs.logprob):
-                self._scheduler.finish(seq, "error")
-                broken[seq.request.request_id] = live
-        return list(broken.values())
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -355,7 +344,8 @@ class Engine:
         # Requests with penalties, bias or min_tokens need one more small program, which is not a step. Entry 0 must be
         # nobody's while it is emptied; if it is not, somebody has most likely compiled the program already.
         if not self.has_work:
-            self._state = load_entry(self._state, 0, *entry_for(SamplingParams(), (), self.vocab_size))
+            self._state = load_entry(self._state, 0, entry_for(SamplingParams(), (), self.vocab_size))
+        self._kv_pages = self._mover.warm_up(self._kv_pages)
         self._runner.mark_warm()
         return total
 
@@ -366,6 +356,7 @@ class Engine:
           ConfigError: tree, shapes or dtypes differ from the present weights.
         """
         self._runner.set_params(weights if isinstance(weights, nnx.State) else nnx.state(weights))
+        self._scheduler.weights_changed()
 
     def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
         """The step of one shape, lowered: for inspection of the program and its memory."""
@@ -373,25 +364,37 @@ class Engine:
 
     def _pool_use(self) -> PoolUse:
         return PoolUse(
-            pages_used=self._allocator.num_used,
+            pages_used=self._memory.allocator.num_used,
             tokens_held=self._scheduler.num_tokens_held,
-            running=self._scheduler.num_running,
+            running=len(self._scheduler.running_seqs),
             page_size=self.pool_plan.page_size,
         )
 
     def stats(self) -> EngineStats:
         """Counters and the page pool at this moment."""
+        memory, cache, scheduler = self._memory, self._memory.prefix_cache, self._scheduler
         return self._counter.snapshot(
             now=self._pool_use(),
             num_pages=self.pool_plan.num_pages,
-            pages_free=self._allocator.num_free,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_preemptions=self._scheduler.num_preemptions,
+            pages_free=memory.allocator.num_free,
+            pages_cached=memory.allocator.num_cached,
+            pages_pinned=memory.num_pinned_pages,
+            num_running=len(scheduler.running_seqs),
+            num_waiting=len(scheduler.waiting),
+            num_finished=self._collector.num_finished,
+            num_generated_tokens=self._collector.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
+            num_copied_pages=memory.num_copied_pages,
+            num_evicted_pages=cache.num_evictions if cache else 0,
+            num_queried_tokens=memory.num_queried_tokens,
+            num_cached_tokens=memory.num_hit_tokens,
             num_compilations=len(self._runner.compilations),
             compile_s=sum(c.seconds for c in self._runner.compilations),
         )
 
-    def page_map(self) -> dict[str, tuple[int, ...]]:
-        """The pages that each running request holds, by request id: what the page table says, for people."""
-        return {seq.request.request_id: tuple(seq.pages) for seq in self._scheduler.running}
+    def page_map(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The pages of each sequence of each running request, by request id: what the page table says, for people."""
+        return {
+            group.request.request_id: tuple(tuple(seq.pages) for seq in group.live) for group in self._scheduler.running
+        }

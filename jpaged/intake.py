@@ -20,6 +20,7 @@ class Intake:
       eos_token_ids: the model's end-of-sequence ids, which `min_tokens` bans too.
       tokenizer: `None`: token ids only, no stop strings.
       seed: of the seeds given to requests that bring none.
+      priorities: requests may bring priorities.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Intake:
         eos_token_ids: Iterable[int],
         tokenizer: Tokenizer | None,
         seed: int,
+        priorities: bool = False,
     ):
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
         self._max_banned_ids = max_banned_ids
         self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._tokenizer = tokenizer
+        self._priorities = priorities
         self._ids = itertools.count()
         self._seeds = random.Random(seed)
 
@@ -46,6 +49,11 @@ class Intake:
         params: SamplingParams | None,
         request_id: str | None,
         live_ids: Container[str],
+        *,
+        stream: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        pin: bool = False,
     ) -> Request:
         """The request, checked.
 
@@ -54,19 +62,37 @@ class Intake:
           params: `None`: `SamplingParams()`.
           request_id: `None`: one is made up that is not in `live_ids`.
           live_ids: ids of the requests that the engine holds.
+          stream: whether the answers are given as they grow.
+          priority, cache_salt, pin: see `Request`.
 
         Raises:
           RequestError: the prompt or a parameter is refused; the message names it.
         """
         params = SamplingParams() if params is None else params
         self._check_params(params)
+        if stream and (params.use_beam_search or params.num_sequences > params.n):
+            raise RequestError("beam search and best_of cannot stream: which answers are given is known at their end")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}, expected an integer")
+        if priority and not self._priorities:
+            raise RequestError(f'priority is {priority}, but this engine serves in order of arrival (policy "fcfs")')
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt is {cache_salt!r:.40}, expected a non-empty string or None")
         token_ids = self._encode(prompt) if isinstance(prompt, str) else self._token_ids(prompt)
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if name not in live_ids)
         elif not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r}, expected a non-empty string")
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return Request(request_id=request_id, prompt_token_ids=token_ids, params=params, seed=seed)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            pin=pin,
+        )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if self._tokenizer is None:
@@ -105,6 +131,8 @@ class Intake:
             value = getattr(params, name)
             if value is not None and value > self._max_logprobs:
                 raise RequestError(f"{name} is {value}, this engine gives at most {self._max_logprobs} (max_logprobs)")
+        if params.use_beam_search:
+            self._check_beam_search(params)
         self._check_in_vocabulary("logit_bias", params.logit_bias)
         self._check_in_vocabulary("stop_token_ids", params.stop_token_ids)
         banned = self._eos_token_ids | set(params.stop_token_ids) if params.min_tokens else ()
@@ -115,3 +143,13 @@ class Intake:
             )
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids")
+
+    def _check_beam_search(self, params: SamplingParams) -> None:
+        stops = set(params.stop_token_ids) if params.ignore_eos else self._eos_token_ids | set(params.stop_token_ids)
+        # As `BeamSearch.num_candidates`: so many that enough are left when all stop ids are among them.
+        needed = max(2, 1 + len(stops)) * params.num_sequences
+        if needed > self._max_logprobs:
+            raise RequestError(
+                f"a beam search of width {params.num_sequences} with {len(stops)} stop token ids looks at the {needed} "
+                f"likeliest tokens of a beam, this engine gives at most {self._max_logprobs}: raise max_logprobs"
+            )

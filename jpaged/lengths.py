@@ -7,7 +7,7 @@ import numpy as np
 
 from jpaged.errors import ConfigError
 
-MAX_TOKENS: Final = 2**31 - 1  # positions are counted in 32 bits
+MAX_TOKENS: Final = 10**9  # sums over a life, of the order of its square, then stay below 2**63
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +48,10 @@ class Lengths:
         columns = {"prompt_tokens": np.int64, "output_tokens": np.int64, "weights": float, "arrival_s": float}
         for name, dtype in (columns | {"conversation_ids": np.int64}).items():
             if (given := getattr(self, name)) is not None:
-                column = np.array(given, dtype)
+                try:
+                    column = np.array(given, dtype)
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise ConfigError(f"{name} of {self.source} are no numbers of 64 bits: {error}") from error
                 column.setflags(write=False)
                 object.__setattr__(self, name, column)
                 if column.shape != self.prompt_tokens.shape or column.ndim != 1:

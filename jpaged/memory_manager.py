@@ -56,6 +56,38 @@ class MemoryManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
+    @classmethod
+    def for_pool(
+        cls,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        num_host_pages: int = 0,
+        sliding_window: int | None = None,
+    ) -> "MemoryManager":
+        """Makes one with its allocators and its prefix cache.
+
+        Args:
+          num_pages: pages in the pool, the null page included.
+          page_size: token slots a page.
+          prefix_cache: whether pages can be found again.
+          num_host_pages: pages of host memory.
+          sliding_window: as above.
+
+        Example:
+          >>> memory = MemoryManager.for_pool(9, 16)
+          >>> memory.capacity
+          8
+        """
+        allocator = PageAllocator(num_pages, page_size)
+        return cls(
+            allocator,
+            prefix_cache=PrefixCache(allocator, sliding_window=sliding_window) if prefix_cache else None,
+            host_allocator=PageAllocator(num_host_pages + 1, page_size) if num_host_pages else None,
+            sliding_window=sliding_window,
+        )
+
     # ------------------------------------------------------------------------------------------ sizes
 
     @property
@@ -295,10 +327,14 @@ class MemoryManager:
           seqs: these sequences.
         """
         self.weight_version += 1
-        for seq in seqs:
-            seq.chain = []
         for name in list(self._pins):
             self.unpin(name)
+        self.reset_prefix_cache(seqs)
+
+    def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
+        """Forgets everything; what `seqs`, all that hold pages, have so far will not be found either."""
+        for seq in seqs:
+            seq.chain = []
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
 

@@ -1,37 +1,30 @@
-"""`OutputBuilder`: one request's tokens -> text, stop strings, log-probabilities -> `Output`."""
+"""`OutputBuilder`: what the sequences of a request produce -> `Output`."""
 
-from jpaged.errors import RequestError
-from jpaged.incremental_decoder import IncrementalDecoder
-from jpaged.request import Output, Sequence, TokenLogprobs
+from jpaged.beam_search import BeamSearch, Hypothesis
+from jpaged.completion_builder import CompletionBuilder
+from jpaged.request import Completion, Output, TokenLogprobs
+from jpaged.sequence import Sequence, SequenceGroup
 from jpaged.tokenizer import Tokenizer
 
 
 class OutputBuilder:
-    """Collects what one sequence produces.
-
-    The text is held back where it could still become a stop string, so that text once given out is never taken back:
-
-      [0, _visible_end)         may be given out
-      [_visible_end, len(text)) is a prefix of some stop string
+    """Collects the answers to one request.
 
     Args:
-      seq: the sequence.
-      prompt: its prompt's text, if it came as text.
+      group: its sequences.
+      prompt: the prompt's text, if it came as text.
       tokenizer: `None`: no text is made, and stop strings are refused before.
+
+    Attributes:
+      error: what went wrong, if something did.
     """
 
-    def __init__(self, seq: Sequence, prompt: str | None, tokenizer: Tokenizer | None):
-        self._seq = seq
+    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None):
+        self._group = group
         self._prompt = prompt
-        params = seq.request.params
-        self._stops: tuple[str, ...] = tuple(params.stop)
-        self._longest_stop = max((len(stop) for stop in self._stops), default=0)
-        self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
-        self._text = ""
-        self._visible_end = 0
-        self._num_tokens = 0
-        self._logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
-        wants_prompt = params.prompt_logprobs is not None
+        self._tokenizer = tokenizer
+        self._builders: dict[Sequence, CompletionBuilder] = {}
+        wants_prompt = group.request.params.prompt_logprobs is not None
         self._prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_prompt else None
         self.error: str | None = None
 
@@ -40,80 +33,66 @@ class OutputBuilder:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[position] = logprobs
 
-    def add_token(self, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> str | None:
-        """Takes the next output token.
+    def add_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> str | None:
+        """Takes the next token of one sequence; see `CompletionBuilder.add_token`."""
+        return self._builder(seq).add_token(token_id, logprobs, ends=ends)
 
-        Args:
-          token_id: the token.
-          logprobs: its log-probabilities, if asked for.
-          ends: it is an end-of-sequence or stop token; it shows in the text only with `include_stop_str_in_output`.
-
-        Returns:
-          The stop string that the text now ends at, or `None`.
-        """
-        self._num_tokens += 1
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs.append(logprobs)
-        if self._decoder is None or (ends and not self._seq.request.params.include_stop_str_in_output):
-            return None
-        try:
-            piece = self._decoder.add(token_id)
-        except RequestError:
-            return None  # models pad their vocabulary to round sizes: such an id has no text
-        return self._append(piece)
-
-    def finish(self) -> Output:
-        """The sequence ended: what was held back becomes visible, half a character included."""
-        if self._decoder is not None and not isinstance(self._seq.stop_reason, str):
-            stop = self._append(self._decoder.finish())
-            if stop is not None and self._seq.finish_reason in ("stop", "length"):
-                self._seq.finish_reason, self._seq.stop_reason = "stop", stop
-        self._visible_end = len(self._text)
-        return self.output()
-
-    def _append(self, piece: str) -> str | None:
-        before = len(self._text)
-        self._text += piece
-        if self._stops and self._num_tokens > self._seq.request.params.min_tokens:
-            # A new occurrence must end in the new piece.
-            start = max(before - self._longest_stop + 1, 0)
-            found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
-            if found:
-                at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-                keep = at + len(stop) if self._seq.request.params.include_stop_str_in_output else at
-                self._text = self._text[:keep]
-                self._visible_end = keep
-                return stop
-        self._visible_end = max(self._visible_end, len(self._text) - self._held_back())
-        return None
-
-    def _held_back(self) -> int:
-        """Length of the longest tail of the text that begins a stop string."""
-        for length in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
-            tail = self._text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+    def finish(self, seq: Sequence) -> None:
+        """One sequence ended: what was held back of its text becomes visible."""
+        self._builder(seq).finish()
 
     def output(self) -> Output:
-        """The answer so far; whole once the sequence is finished."""
-        seq = self._seq
+        """The answers so far; whole once the group is finished."""
+        group = self._group
+        # Beams are no answers; only the hypotheses of a search are.
+        completions = self._sampled() if group.beam is None else self._searched(group.beam)
         return Output(
-            request_id=seq.request.request_id,
+            request_id=group.request.request_id,
             prompt=self._prompt,
-            prompt_token_ids=seq.request.prompt_token_ids,
-            text=self._text[: self._visible_end],
-            token_ids=tuple(seq.output_token_ids),
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            prompt_token_ids=group.request.prompt_token_ids,
+            completions=completions,
+            finished=group.is_finished,
             prompt_logprobs=self._whole_prompt_logprobs(),
-            num_cached_tokens=seq.num_cached_tokens,
-            num_preemptions=seq.num_preemptions,
+            num_cached_tokens=group.seqs[0].num_cached_tokens,
+            num_preemptions=group.num_preemptions,
             error=self.error,
+        )
+
+    def _builder(self, seq: Sequence) -> CompletionBuilder:
+        builder = self._builders.get(seq)
+        if builder is None:
+            builder = self._builders[seq] = CompletionBuilder(seq, self._tokenizer)
+        return builder
+
+    def _sampled(self) -> tuple[Completion, ...]:
+        n, seqs = self._group.request.params.n, self._group.seqs
+        if len(seqs) > n:  # the best of more
+            seqs = sorted(seqs, key=lambda seq: -self._builder(seq).mean_logprob)[:n]
+        return tuple(self._builder(seq).completion(index) for index, seq in enumerate(seqs))
+
+    def _searched(self, beam: BeamSearch) -> tuple[Completion, ...]:
+        reason = self._group.seqs[0].finish_reason
+        if reason in ("abort", "error"):
+            return (Completion(index=0, text="", token_ids=(), finish_reason=reason),)
+        return tuple(self._hypothesis(index, found) for index, found in enumerate(beam.results()))
+
+    def _hypothesis(self, index: int, found: Hypothesis) -> Completion:
+        params, text = self._group.request.params, ""
+        if self._tokenizer is not None:
+            keep = found.stop_token is None or params.include_stop_str_in_output
+            shown = found.token_ids if keep else found.token_ids[:-1]
+            text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        return Completion(
+            index=index,
+            text=text,
+            token_ids=found.token_ids,
+            finish_reason=found.finish_reason,
+            stop_reason=found.stop_token if found.stop_token in params.stop_token_ids else None,
+            cumulative_logprob=found.cumulative_logprob,
+            score=found.score,
         )
 
     def _whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         if self._prompt_logprobs is None:
             return None
-        return tuple(map(self._prompt_logprobs.get, range(self._seq.num_prompt_tokens)))
+        return tuple(map(self._prompt_logprobs.get, range(len(self._group.request.prompt_token_ids))))

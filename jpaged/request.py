@@ -43,7 +43,8 @@ class SamplingParams:
       frequency_penalty: subtracted for each occurrence in the output. In [-2, 2].
       logit_bias: token id -> value in [-100, 100], added to the logit; at most 300 entries.
       seed: the sampled tokens depend on it and on the position only, never on the batch. `None`: drawn by the engine.
-      max_tokens: output tokens at the most; `None`: up to the context limit. 0 only with `prompt_logprobs`.
+      max_tokens: output tokens at the most; `None`: up to the context limit. 0 computes the prompt
+        and samples nothing.
       min_tokens: end-of-sequence and stop token ids cannot be sampled before so many output tokens.
       stop: strings that end the output; they are cut off unless `include_stop_str_in_output`. They are looked for in
         the text that is certain: where a vocabulary spells text by single bytes, that may be one token later.
@@ -145,11 +146,10 @@ class SamplingParams:
                 raise RequestError(f"seed is {self.seed}, expected an integer in [0, 2**63)")
 
     def _check_lengths(self) -> None:
-        least = 0 if self.prompt_logprobs is not None else 1
-        for name, smallest in (("logprobs", 0), ("prompt_logprobs", 0), ("max_tokens", least), ("min_tokens", 0)):
+        for name in ("logprobs", "prompt_logprobs", "max_tokens", "min_tokens"):
             value = getattr(self, name)
             if value is not None or name == "min_tokens":
-                self._set(name, _integer(name, value, smallest))
+                self._set(name, _integer(name, value, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
 

@@ -3,8 +3,9 @@
 One entry a running sequence, and the null entry at the end, to which padding and gated rows point. The engine loads an
 entry only when a sequence comes that uses penalties, logit_bias or min_tokens; all other sequences use `last_token`
 alone, which a step writes and the next step reads without the host in between. Penalty counts are driven by the input:
-every token of such a sequence passes through the step exactly once after `load_entry`, also after a preemption, and is
-counted there, so that the counts are complete when the next token is sampled.
+a token of such a sequence is counted when it passes through a step. Tokens that do not, since their KV was found in the
+prefix cache, on the host, or came from the sequence that it was forked from, are counted in `load_entry`. So the counts
+are complete when the next token is sampled.
 """
 
 import functools
@@ -58,11 +59,17 @@ class SamplerState:
 
 
 class SamplerEntry(NamedTuple):
-    """The lists of one sequence, padded, on the host; the arguments of `load_entry`."""
+    """What `load_entry` sets, on the host: the lists of one sequence, padded, and its tokens so far.
+
+    Attributes:
+      bias_ids, bias_values, banned_ids, output_counts, prompt_mask: as in `SamplerState`, of one entry.
+    """
 
     bias_ids: np.ndarray
     bias_values: np.ndarray
     banned_ids: np.ndarray
+    output_counts: np.ndarray
+    prompt_mask: np.ndarray
 
 
 def make_sampler_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
@@ -106,21 +113,32 @@ def needs_entry(params: SamplingParams) -> bool:
     return params.uses_penalties or bool(params.logit_bias) or params.min_tokens > 0
 
 
-def entry_for(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> SamplerEntry:
+def entry_for(
+    params: SamplingParams,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    *,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> SamplerEntry:
     """Pads the bias and the banned token ids of a request. Stop ids outside the vocabulary can never come: left out.
 
     Args:
       params: of the request.
       eos_token_ids: the model's end-of-sequence ids.
       vocab_size: V.
+      prompt, output: tokens of the sequence that no step will count, since their KV is there already.
 
     Raises:
       RequestError: logit_bias names a token outside the vocabulary, or there are too many ids to ban.
 
     Example:
-      >>> entry = entry_for(SamplingParams(logit_bias={7: 1.5}, stop_token_ids=[3]), eos_token_ids=(2,), vocab_size=10)
+      >>> params = SamplingParams(logit_bias={7: 1.5}, stop_token_ids=[3])
+      >>> entry = entry_for(params, eos_token_ids=(2,), vocab_size=10, output=[5, 5])
       >>> entry.bias_ids[:2].tolist(), entry.bias_values[:2].tolist(), entry.banned_ids[:3].tolist()
       ([7, 10], [1.5, 0.0], [2, 3, 10])
+      >>> entry.output_counts.tolist()
+      [0, 0, 0, 0, 0, 2, 0, 0, 0, 0]
     """
     for token in params.logit_bias:
         if token >= vocab_size:
@@ -138,6 +156,8 @@ def entry_for(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: 
         bias_ids=np.full(MAX_BIAS_IDS, vocab_size, np.int32),
         bias_values=np.zeros(MAX_BIAS_IDS, np.float32),
         banned_ids=np.full(MAX_BANNED_IDS, vocab_size, np.int32),
+        output_counts=np.bincount(np.array(output, np.int64), minlength=vocab_size).astype(np.int32),
+        prompt_mask=np.bincount(np.array(prompt, np.int64), minlength=vocab_size) > 0,
     )
     num_bias = len(params.logit_bias)
     entry.bias_ids[:num_bias] = list(params.logit_bias.keys())
@@ -146,52 +166,37 @@ def entry_for(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: 
     return entry
 
 
-def load_entry(
-    state: SamplerState, index: int, bias_ids: np.ndarray, bias_values: np.ndarray, banned_ids: np.ndarray
-) -> SamplerState:
-    """Empties entry `index` and sets its lists, in place (`state` is donated). One compiled program for all calls.
+def load_entry(state: SamplerState, index: int, entry: SamplerEntry) -> SamplerState:
+    """Sets entry `index`, in place (`state` is donated). One compiled program for all calls.
 
     Args:
       state: donated.
       index: entry in [0, max_num_seqs).
-      bias_ids: i32[300], see `entry_for`.
-      bias_values: f32[300].
-      banned_ids: i32[80].
+      entry: see `entry_for`.
 
     Raises:
-      ValueError: `index` is not an entry of a sequence, or a list has another length.
+      ValueError: `index` is not an entry of a sequence, or an array has another length.
 
     Example:
       >>> entry = entry_for(SamplingParams(logit_bias={7: 1.5}), eos_token_ids=(2,), vocab_size=10)
-      >>> state = load_entry(make_sampler_state(2, 10), 1, *entry)
+      >>> state = load_entry(make_sampler_state(2, 10), 1, entry)
       >>> int(state.bias_ids[1, 0]), int(state.banned_ids[1, 0])
       (7, 2)
     """
     if not 0 <= index < state.null_entry:
         raise ValueError(f"index is {index}, expected an entry in [0, {state.null_entry})")
-    lists = {"bias_ids": bias_ids, "bias_values": bias_values, "banned_ids": banned_ids}
-    for name, values in lists.items():
+    for name, values in entry._asdict().items():
         expected = getattr(state, name).shape[1:]
         if values.shape != expected:
             raise ValueError(f"{name}.shape is {values.shape}, expected {expected}, as `entry_for` makes it")
-    return _load_entry(state, np.int32(index), bias_ids, bias_values, banned_ids)
+    return _load_entry(state, np.int32(index), entry)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _load_entry(
-    state: SamplerState,
-    index: Int32[Array, ""],
-    bias_ids: Int32[Array, "300"],
-    bias_values: Float32[Array, "300"],
-    banned_ids: Int32[Array, "80"],
-) -> SamplerState:
+def _load_entry(state: SamplerState, index: Int32[Array, ""], entry: SamplerEntry) -> SamplerState:
     return SamplerState(
         last_token=state.last_token.at[index].set(0),
-        output_counts=state.output_counts.at[index].set(0),
-        prompt_mask=state.prompt_mask.at[index].set(False),
-        bias_ids=state.bias_ids.at[index].set(bias_ids),
-        bias_values=state.bias_values.at[index].set(bias_values),
-        banned_ids=state.banned_ids.at[index].set(banned_ids),
+        **{name: getattr(state, name).at[index].set(values) for name, values in entry._asdict().items()},
     )
 
 

@@ -91,6 +91,7 @@ class SamplingRow(NamedTuple):
       position: position of the token that is sampled.
       samples: False while the prompt is not wholly computed.
       num_output_tokens: output tokens before this one, read or not; decides whether min_tokens still bans.
+      num_logprobs: likeliest tokens that are wanted with their log-probabilities; -1: no log-probabilities at all.
     """
 
     params: SamplingParams
@@ -99,6 +100,7 @@ class SamplingRow(NamedTuple):
     position: int
     samples: bool
     num_output_tokens: int
+    num_logprobs: int = -1
 
 
 def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int) -> np.ndarray:
@@ -122,7 +124,7 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
         raise ValueError(f"{len(rows)} live rows, expected at most num_rows ({num_rows})")
     words = bytearray(_PACKER.size * num_rows)
     offset = 0
-    for params, seed, state_index, position, samples, num_output_tokens in rows:
+    for params, seed, state_index, position, samples, num_output_tokens, num_logprobs in rows:
         _PACKER.pack_into(
             words,
             offset,
@@ -141,7 +143,7 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
             params.uses_penalties,
             bool(params.logit_bias),
             num_output_tokens < params.min_tokens,
-            -1 if params.logprobs is None else params.logprobs,
+            num_logprobs,
         )
         offset += _PACKER.size
     padding = _PACKER.pack(null_entry, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, -1)

@@ -262,6 +262,15 @@ class Scheduler:
         """The model's weights are others from the next plan on: what is cached must not be found any more."""
         self._memory.weights_changed(seq for group in self._queues.groups.values() for seq in group.seqs)
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed before is found any more; running sequences and pins keep their pages."""
+        self._memory.reset_prefix_cache(seq for group in self._queues.groups.values() for seq in group.seqs)
+
+    def abandon_plan(self) -> None:
+        """The last plan may not have been carried out: what it was to fill is forgotten. All requests have ended."""
+        self._memory.take_transfers()
+        self.reset_prefix_cache()
+
     def unpin(self, request_id: str) -> bool:
         """Lets the pages of a pinned prompt go; False if there are none."""
         return self._memory.unpin(request_id)

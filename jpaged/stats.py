@@ -1,6 +1,7 @@
 """`EngineStats`: what the engine did and what the page pool holds, as one frozen snapshot."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,21 @@ class EngineStats:
 
     Attributes:
       num_pages: pages in the pool; free + used + the null page.
-      pages_free: free pages.
+      pages_free: pages that hold nothing.
+      pages_cached: pages that nobody holds, kept for the prefix cache until they are needed.
+      pages_pinned: pages of pinned prefixes; they are among the used ones.
       now: the pool at this moment.
       peak: the pool when most pages were in use; of several such steps the first, in which they are emptiest.
       mean_wasted_fraction: wasted part of the used slots, averaged over the steps.
       num_running, num_waiting: sequences.
       num_requests: requests added.
       num_finished: requests that ended, for whatever reason.
-      num_preemptions: times a sequence lost its pages.
+      num_preemptions: times a request lost its pages.
+      num_swaps: those of them that moved the pages to the host.
+      num_copied_pages: pages copied, to be written by one of several holders, or for the tokens that a prompt shares.
+      num_evicted_pages: cached pages that were given out for other contents.
+      num_queried_tokens: tokens that were looked up in the prefix cache when requests began to run.
+      num_cached_tokens: those of them that were found.
       num_steps: steps dispatched.
       num_step_rows: rows of all steps (divided by num_steps: the mean batch size).
       num_step_tokens: tokens computed, padding not counted.
@@ -52,6 +60,7 @@ class EngineStats:
       num_compilations, compile_s: compiled step shapes and the time they took.
       plan_s: scheduler.
       pack_s: building the packed inputs.
+      move_s: copying pages, and moving them to the host and back.
       dispatch_s: host-to-device transfer and handing the step to the runtime.
       wait_s: waiting for the device.
       update_s: reading results, stop rules, detokenisation.
@@ -59,6 +68,8 @@ class EngineStats:
 
     num_pages: int
     pages_free: int
+    pages_cached: int
+    pages_pinned: int
     now: PoolUse
     peak: PoolUse
     mean_wasted_fraction: float
@@ -67,6 +78,11 @@ class EngineStats:
     num_requests: int
     num_finished: int
     num_preemptions: int
+    num_swaps: int
+    num_copied_pages: int
+    num_evicted_pages: int
+    num_queried_tokens: int
+    num_cached_tokens: int
     num_steps: int
     num_step_rows: int
     num_step_tokens: int
@@ -76,6 +92,7 @@ class EngineStats:
     compile_s: float
     plan_s: float
     pack_s: float
+    move_s: float
     dispatch_s: float
     wait_s: float
     update_s: float
@@ -88,14 +105,13 @@ class StatsCounter:
     peak: PoolUse
     wasted_fraction_sum: float = 0.0
     num_requests: int = 0
-    num_finished: int = 0
     num_steps: int = 0
     num_step_rows: int = 0
     num_step_tokens: int = 0
     num_padded_tokens: int = 0
-    num_generated_tokens: int = 0
     plan_s: float = 0.0
     pack_s: float = 0.0
+    move_s: float = 0.0
     dispatch_s: float = 0.0
     wait_s: float = 0.0
     update_s: float = 0.0
@@ -109,28 +125,8 @@ class StatsCounter:
         if use.pages_used > self.peak.pages_used:
             self.peak = use
 
-    def snapshot(
-        self,
-        *,
-        now: PoolUse,
-        num_pages: int,
-        pages_free: int,
-        num_running: int,
-        num_waiting: int,
-        num_preemptions: int,
-        num_compilations: int,
-        compile_s: float,
-    ) -> EngineStats:
+    def snapshot(self, **of_others: Any) -> EngineStats:
+        """These counters, beside those of `EngineStats` that others keep."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "wasted_fraction_sum"}
-        return EngineStats(
-            **own,
-            mean_wasted_fraction=self.wasted_fraction_sum / max(self.num_steps, 1),
-            now=now,
-            num_pages=num_pages,
-            pages_free=pages_free,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_preemptions=num_preemptions,
-            num_compilations=num_compilations,
-            compile_s=compile_s,
-        )
+        mean_wasted_fraction = self.wasted_fraction_sum / max(self.num_steps, 1)
+        return EngineStats(**own, mean_wasted_fraction=mean_wasted_fraction, **of_others)

@@ -22,15 +22,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jpaged.batch import packed_size, unpack
+from jpaged.batch import num_logprobs, packed_size, unpack
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
 from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
 from jpaged.pallas_kernels import KVPages
-from jpaged.request import Sequence, TokenLogprobs
+from jpaged.request import TokenLogprobs
 from jpaged.sampler import sample
 from jpaged.sampler_state import SamplerState, update_counts
+from jpaged.sequence import Sequence
 from jpaged.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ def _step(model, kv_pages, state, packed, shape, max_logprobs, implementation):
 
     hidden, kv_pages = model(tokens, kv_pages, inputs.meta, implementation=implementation)
     with jax.named_scope("logits"):
-        logits = model.logits(hidden[inputs.last_token_index])
+        logits = model.logits(hidden[inputs.source])
     with jax.named_scope("sample"):
         sampled = sample(logits, inputs.sampling, state)
         wants_logprobs = jnp.any(inputs.sampling.num_logprobs >= 0)
@@ -201,8 +202,8 @@ def _step(model, kv_pages, state, packed, shape, max_logprobs, implementation):
 
 def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int], TokenLogprobs | None]:
     """Log-probabilities of the sampled tokens, by row; nothing is read from the device unless some row asks."""
-    wanted = [row.seq.request.params.logprobs if row.samples else None for row in plan.rows]
-    if all(n is None for n in wanted):
+    wanted = [num_logprobs(seq) if samples else -1 for seq, samples in zip(plan.seqs, plan.samples, strict=True)]
+    if max(wanted) < 0:
         return lambda row: None
     ids, chosen, top_ids, top = jax.device_get(
         (outputs.token_ids, outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
@@ -210,7 +211,7 @@ def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int], Token
 
     def of_row(row: int) -> TokenLogprobs | None:
         n = wanted[row]
-        return None if n is None else _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
+        return None if n < 0 else _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
 
     return of_row
 

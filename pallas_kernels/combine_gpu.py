@@ -41,6 +41,11 @@ def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
     return x.registers.flat[0]
 
 
+def _ceil_div(x: ir.Value, y: int) -> ir.Value:
+    """Rounds up; at most 0 for an x that is at most 0."""
+    return arith.divsi(arith.addi(x, _i32(y - 1)), _i32(y))
+
+
 def _less(x: ir.Value, y: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.slt, x, y)
 
@@ -243,9 +248,8 @@ def join_pieces(refs, scalars, *, group: int, head_dim: int) -> None:
 def _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first_worker, group, head_dim) -> None:
     """Four neighbouring outputs a thread at a time, and `_AT_ONCE` pieces."""
     width = 4
-    f32 = ir.F32Type.get()
     values = arith.muli(live_rows, _i32(head_dim))
-    trips = arith.ceildivsi(values, _i32(width * _THREADS))
+    trips = _ceil_div(values, width * _THREADS)
 
     @utils.fori(trips, [])
     def _(trip, _):
@@ -255,7 +259,7 @@ def _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first
             column = arith.subi(value, arith.muli(row, _i32(head_dim)))
             start = [_f32(-1e30), _f32(0.0), _splat(_f32(0.0), width)]
 
-            @utils.fori(arith.ceildivsi(pieces, _i32(_AT_ONCE)), start)
+            @utils.fori(_ceil_div(pieces, _AT_ONCE), start)
             def joined(batch, carry):
                 top, total, acc = carry
                 lses, outs = [], []
@@ -293,8 +297,6 @@ def _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first
                     _store(arith.mulf(arith.addf(top, _log2(total)), _f32(math.log(2))), lse, where)
         return []
 
-    del f32
-
 
 def zero_padding(out_ref, lse_ref, cu_q_lens, block, *, num_blocks: int) -> None:
     """Zeroes the outputs of tokens after the last row's; a block of threads takes every `num_blocks`-th."""
@@ -307,7 +309,7 @@ def zero_padding(out_ref, lse_ref, cu_q_lens, block, *, num_blocks: int) -> None
         cu, block = args[0], _scalar(args[1])
         num_tokens, heads, head_dim = ir.MemRefType(out.type).shape
         first = arith.addi(_load(cu, [_i32(ir.MemRefType(cu.type).shape[0] - 1)]), block)
-        count = arith.ceildivsi(arith.subi(_i32(num_tokens), first), _i32(num_blocks))
+        count = _ceil_div(arith.subi(_i32(num_tokens), first), num_blocks)
         width = 4
         zeros = _splat(utils.c(0.0, ir.MemRefType(out.type).element_type), width)
 

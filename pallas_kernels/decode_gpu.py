@@ -45,6 +45,7 @@ class GPUBlocks:
       min_share: least work of a worker, in KV blocks.
       unit_cost: cost of beginning a unit, in KV blocks.
       swizzle: bytes of a row of the swizzled tiles.
+      overlap: the launch may overlap the end of the kernel before (programmatic dependent launch).
     """
 
     block_kv: int
@@ -54,6 +55,7 @@ class GPUBlocks:
     min_share: int
     unit_cost: int
     swizzle: int
+    overlap: bool
 
     @property
     def num_workers(self) -> int:
@@ -199,7 +201,8 @@ def _produce(refs, scratch, *, blocks, page_size):
     def warp(consumer):
         @pl.when(consumer < blocks.consumers)
         def _():
-            plgpu.griddepcontrol_wait()
+            if blocks.overlap:
+                plgpu.griddepcontrol_wait()
             worker = consumer * blocks.num_blocks + lax.axis_index("block")
             following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
@@ -259,7 +262,8 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_consumer_registers(blocks.consumers), action="increase")
-            plgpu.griddepcontrol_wait()
+            if blocks.overlap:
+                plgpu.griddepcontrol_wait()
             _consume(
                 refs, scratch, blocks=blocks, group=group, head_dim=head_dim, dtype=q.dtype, options=options,
                 with_lse=with_lse,

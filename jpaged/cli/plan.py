@@ -114,7 +114,7 @@ def _print_report(report: dict[str, Any]) -> None:
     refused = report["num_refused"]
     rows = {
         "memory": format_bytes(report["device_bytes"]),
-        f"{report['memory_fraction']:.0%} of it": format_bytes(usable),
+        f"{100 * report['memory_fraction']:g}% of it": format_bytes(usable),
         "weights": f"{format_bytes(report['weight_bytes'])}: {report['num_parameters']:,} in {report['dtype']}",
         "sampler's state": f"{format_bytes(report['sampler_bytes'])}: {report['max_num_seqs']:,} sequences",
         "pages": f"{format_bytes(report['pool_bytes'])}: {report['num_pages'] - 1:,} and the null page",
@@ -130,7 +130,7 @@ def _print_report(report: dict[str, Any]) -> None:
     }
     console.print(report["model"], style="bold")
     for name, value in rows.items():
-        console.print(f"  {name:<18}{value}")
+        console.print(f"  {name:<18}{value}", soft_wrap=True)
     _print_schemes(console, report)
     _print_page_sizes(console, report)
 
@@ -179,7 +179,7 @@ def _print_table(console: "Console", title: str, heads: list[str], rows: list[li
 
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", overflow="fold")
+        table.add_column(head, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         table.add_row(*row)
     console.print()
