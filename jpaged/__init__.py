@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

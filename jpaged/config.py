@@ -83,6 +83,7 @@ class SchedulerConfig:
         that it came before them, so that none waits for ever.
       max_chunk_tokens: prompt tokens of one sequence in one step at the most, so that a long prompt leaves room for
         others; `None`: the whole budget.
+      headroom_pages: pages that must be left for each running sequence when another one is admitted.
       max_passes: younger requests that may be admitted past one that does not fit into the pool yet; then all wait
         until it does. 0: the order is strict.
       preemption: what becomes of the KV of a preempted sequence: "recompute", compute it again; "swap", move it to the
@@ -96,6 +97,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 10.0
     max_chunk_tokens: int | None = None
+    headroom_pages: int = 2
     max_passes: int = 32
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     preemption_costs: str | None = None
@@ -121,6 +123,9 @@ class SchedulerConfig:
         chunk = self.max_chunk_tokens
         _require(
             chunk is None or (_is_int(chunk) and chunk >= 1), "max_chunk_tokens", chunk, "an integer of at least 1"
+        )
+        _require(
+            _is_int(self.headroom_pages) and self.headroom_pages >= 0, "headroom_pages", self.headroom_pages, ">= 0"
         )
         _require(_is_int(self.max_passes) and self.max_passes >= 0, "max_passes", self.max_passes, "at least 0")
         ways = ("auto", "recompute", "swap")

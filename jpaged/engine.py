@@ -200,7 +200,7 @@ class Engine:
         return self._scheduler.unpin(name)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes but pinned ones that are in use; what runs is not disturbed."""
+        """Forgets all cached prefixes and drops all pins; what runs keeps its pages, which nobody else will find."""
         self._scheduler.reset_prefix_cache()
 
     def _add(self, prompt, params, request_id, *, stream: bool = False, **options) -> str:
@@ -233,7 +233,8 @@ class Engine:
 
         Raises:
           RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
-          KeyboardInterrupt: all requests have ended, without an `Output`; the engine takes new ones.
+          KeyboardInterrupt: all requests have ended, without an `Output`, and all cached and pinned prefixes are
+            forgotten; the engine takes new requests.
           RuntimeError: a step failed before; after any other error the engine is of no more use.
         """
         self._check_alive()
@@ -267,11 +268,11 @@ class Engine:
                 self._kv_pages = self._mover.move(self._kv_pages, plan.transfers)
         moved_at = time.perf_counter()
         self._counter.move_s += moved_at - start
-        if not plan.seqs:
-            return
         for index, entry in self._entries.due(plan):
             with deferred_interrupts():
                 self._state = load_entry(self._state, index, entry)
+        if not plan.seqs:
+            return
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
         compile_s = 0.0

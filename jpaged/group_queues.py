@@ -8,6 +8,7 @@ Running groups hold pages, and one state index for each sequence that they have 
 """
 
 import heapq
+from collections.abc import Iterable
 
 from jpaged.config import SchedulerConfig
 from jpaged.errors import PageStateError
@@ -59,17 +60,22 @@ class GroupQueues:
 
     # ------------------------------------------------------------------------------------------ to run
 
-    def next_to_run(self) -> SequenceGroup | None:
-        """The next group that can run now: its state indices and pages are free, and all its tokens are known."""
+    def next_to_run(self, unfinished: Iterable[Sequence] = ()) -> SequenceGroup | None:
+        """The next group that can run now: its state indices and pages are free, and all its tokens are known.
+
+        Args:
+          unfinished: sequences that run and have more tokens than were computed: pages for these are not given away.
+        """
+        due = sum(self._num_pages_due(seq) for seq in unfinished)
         if len(self.preempted):
             group = self.preempted[0]
             # A pending token is not known to the host yet, and the device's copy of it was given up.
-            return group if not group.num_pending and self._fits(group) else None
+            return group if not group.num_pending and self._fits(group, due) else None
         for tried, group in enumerate(self.waiting):
             first = self.waiting[0]
             if tried and (tried > _MAX_TRIED or first.num_passed >= self._config.max_passes):
                 return None
-            if self._fits(group):
+            if self._fits(group, due):
                 first.num_passed += tried > 0
                 return group
         return None
@@ -87,11 +93,17 @@ class GroupQueues:
         if any(seq.host_pages for seq in group.live):
             self._memory.swap_in(group.live)
 
-    def _fits(self, group: SequenceGroup) -> bool:
+    def _num_pages_due(self, seq: Sequence) -> int:
+        held = len(seq.pages) - seq.pages.count(0)
+        return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
+
+    def _fits(self, group: SequenceGroup, due: int) -> bool:
         memory, live = self._memory, group.live
         available, alone = memory.allocator.num_available, not len(self.running)
         if self._num_state_indices(group) > len(self._free_state_indices):
             return False
+        # Without room to grow for those that run, the newcomer would be preempted a few steps later.
+        available -= due + self._config.headroom_pages * len(self.running_seqs)
         if group.num_pages_lacking > available and not alone:
             return False  # what it needs has hardly changed since it was looked up
         if any(seq.host_pages for seq in live):
@@ -99,8 +111,8 @@ class GroupQueues:
             needed += 0 if alone else len(live)  # each one's next token may take a page
         else:
             needed = memory.num_pages_taken(memory.find(live[0]), live[0].num_tokens, self._chunk)
+            shared = 0 if memory.sliding_window is not None else live[0].num_prompt_tokens // memory.allocator.page_size
             for seq in live[1:]:
-                shared = seq.num_prompt_tokens // memory.allocator.page_size
                 needed += memory.pages_at_most(seq.num_tokens, self._chunk) - shared
         fits = needed <= available
         group.num_pages_lacking = 0 if fits else needed
@@ -129,15 +141,18 @@ class GroupQueues:
         self._running_seqs = None
         return child
 
-    def victim_for(self, group: SequenceGroup) -> SequenceGroup:
-        """Who is preempted when `group` lacks a page: the last group after it that has not been recomputed yet; else
-        the last one; else itself."""
+    def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
+        """Who is preempted when `group` lacks a page: the last group after it; itself, if it is the last.
+
+        `None`: it had better wait. Nobody is made to compute tokens a third time while others can still go on, and so
+        give pages back.
+        """
         last = None
-        for other in self.running.after(group):
-            if not other.num_recomputed:
-                return other
-            last = last or other
-        return last or group
+        for last in self.running.after(group):
+            if not last.num_recomputed:
+                return last
+        may_go = last is None and (not group.num_recomputed or len(self.running) == 1)
+        return group if may_go else None
 
     def preempt(self, group: SequenceGroup) -> None:
         """Takes all pages and state indices of a running group; it will come back before anybody new."""
@@ -197,6 +212,7 @@ class GroupQueues:
             self._free(group.state_indices)
             group.state_indices = []
             group.status = FINISHED
+            self._memory.drop_promise(group.request.request_id)
             del self.groups[group.request.request_id]
 
     def _free(self, state_indices: list[int]) -> None:

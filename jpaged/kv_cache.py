@@ -10,6 +10,7 @@ from flax import nnx
 
 from jpaged.config import CacheConfig, SchedulerConfig
 from jpaged.errors import ConfigError
+from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
 
@@ -152,16 +153,20 @@ def plan_pool(
             f"no page fits: a page takes {per_page / 1024:.0f} KiB over {len(one)} layers, there is room for "
             f"{max(num_pages, 0)} ({reason}), and page 0 is reserved; raise memory_fraction or num_pages"
         )
-    capacity = (num_pages - 1) * size
-    wanted = scheduler.max_model_len
+    wanted, window = scheduler.max_model_len, getattr(model, "sliding_window", None)
     if wanted is not None and wanted > model.max_position:
         raise ConfigError(f"max_model_len is {wanted}, but the model knows positions up to {model.max_position}")
-    if wanted is not None and wanted > capacity:
+    memory_manager = MemoryManager.for_pool(num_pages, size, sliding_window=window)
+    pages_needed = memory_manager.pages_at_most(wanted or model.max_position, scheduler.max_num_batched_tokens)
+    capacity = (num_pages - 1) * size
+    if wanted is not None and pages_needed > memory_manager.capacity:
         raise ConfigError(
             f"max_model_len is {wanted}, but the pool holds {capacity} tokens "
             f"({num_pages} pages x {size}, one reserved; {reason}); raise num_pages or lower max_model_len"
         )
-    longest = wanted if wanted is not None else min(model.max_position, capacity)
+    # A sequence longer than the pool fits if its pages are given back as they leave the window.
+    fits = pages_needed <= memory_manager.capacity
+    longest = wanted or (model.max_position if fits else min(model.max_position, capacity))
     return PoolPlan(num_pages, size, per_page, longest, reason)
 
 

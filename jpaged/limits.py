@@ -1,8 +1,11 @@
 """`Limits`: how long a sequence may get, and which requests can never be served."""
 
+from collections.abc import Iterable
+
 from jpaged.errors import ConfigError, PromptTooLongError, RequestError
 from jpaged.memory_manager import MemoryManager
 from jpaged.request import Request
+from jpaged.sequence import SequenceGroup
 
 
 class Limits:
@@ -32,10 +35,15 @@ class Limits:
             return len(request.prompt_token_ids) + request.params.max_tokens
         return self._most(request)
 
-    def num_pages(self, request: Request) -> int:
-        """Pages that the request holds at the most, grown up to its limit; full pages of the prompt are shared."""
+    def num_pages(self, request: Request, num_tokens: int | None = None) -> int:
+        """Pages that the request holds at the most; full pages of the prompt are shared.
+
+        Args:
+          num_tokens: of each sequence; by default all that it may get.
+        """
         count, prompt = request.params.num_sequences, len(request.prompt_token_ids)
-        each = self._memory.pages_at_most(self.num_tokens(request), self._chunk)
+        num_tokens = self.num_tokens(request) if num_tokens is None else num_tokens
+        each = self._memory.pages_at_most(num_tokens, self._chunk)
         shared = 0 if self._memory.sliding_window is not None else prompt // self._memory.allocator.page_size
         return shared + count * (each - shared)
 
@@ -73,18 +81,43 @@ class Limits:
                 f"lower min_tokens to {limit - num_prompt}"
             )
 
+    def require_pin(self, request: Request, groups: Iterable[SequenceGroup]) -> None:
+        """Refuses to pin what would be in the way of somebody who has been taken in.
+
+        Args:
+          request: whose prompt is to be pinned.
+          groups: that are being served.
+
+        Raises:
+          RequestError: one of them could not grow up to its limit any more, or there is no prefix cache.
+        """
+        name, memory = f"request {request.request_id!r}", self._memory
+        if memory.prefix_cache is None:
+            raise RequestError(f"{name} is to be pinned, but there is no prefix cache (CacheConfig.prefix_cache)")
+        pinned = memory.allocator.pages_for(len(request.prompt_token_ids))
+        for group in groups:
+            needed, other = self.num_pages(group.request, group.limit), group.request.request_id
+            if needed > memory.capacity - pinned:
+                raise RequestError(
+                    f"{name} is to pin {pinned} of {memory.capacity} pages, but request {other!r}, which is being "
+                    f"served, may need {needed}; wait for its end, or pin fewer tokens"
+                )
+
     def _most(self, request: Request) -> int:
         """Tokens that each sequence of the request can have, whatever it asks for."""
         memory, size, count = self._memory, self._memory.allocator.page_size, request.params.num_sequences
+        capacity = memory.capacity_for(request)
         if memory.sliding_window is not None:
-            if count * memory.pages_at_most(self._max_model_len, self._chunk) <= memory.capacity:
+            if count * memory.pages_at_most(self._max_model_len, self._chunk) <= capacity:
                 return self._max_model_len
-            return min(self._max_model_len, memory.capacity // count * size)
-        shared = min(len(request.prompt_token_ids) // size, memory.capacity)
-        return min(self._max_model_len, (shared + (memory.capacity - shared) // count) * size)
+            return min(self._max_model_len, capacity // count * size)
+        shared = min(len(request.prompt_token_ids) // size, capacity)
+        return min(self._max_model_len, (shared + (capacity - shared) // count) * size)
 
     def _what(self, limit: int) -> str:
         if limit == self._max_model_len:
             return f"the context limit, max_model_len, of {self._max_model_len} tokens"
-        pages = self._memory.capacity
-        return f"the page pool of {pages * self._memory.allocator.page_size} tokens ({pages} pages)"
+        pages, size = self._memory.capacity, self._memory.allocator.page_size
+        pinned = self._memory.allocator.num_pages - 1 - pages
+        others = f"; {pinned} more are pinned" if pinned else ""
+        return f"the page pool of {pages * size} tokens ({pages} pages{others})"

@@ -139,6 +139,8 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress: bool | None = None,
+        priority: int | AbstractSequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> list[Output]: ...
     @overload
     def generate(
@@ -148,8 +150,10 @@ class LLM:
         *,
         stream: Literal[True],
         progress: bool | None = None,
+        priority: int | AbstractSequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[Output]: ...
-    def generate(self, prompts, params=None, *, stream=False, progress=None):
+    def generate(self, prompts, params=None, *, stream=False, progress=None, priority=0, cache_salt=None):
         """Continues prompts, all at once.
 
         Args:
@@ -159,16 +163,24 @@ class LLM:
             `finished` (unless `engine.abort` ended it, which returns its last one itself). `request_id` is the prompt's
             index.
           progress: show a progress bar; `None`: as the `LLM` was told.
+          priority: one for all, or one a prompt; lower is served first, if the scheduler's policy is "priority".
+          cache_salt: KV is shared with requests of the same salt only.
 
         Returns:
-          One `Output` a prompt, in order; with `stream`, an iterator.
+          One `Output` a prompt, in order, with `params.n` completions each; with `stream`, an iterator.
 
         Raises:
           RequestError: some prompt or parameter is refused; nothing was run.
         """
         prompts = _as_list(prompts)
         params = _as_params(params, len(prompts))
-        outputs = self._run(prompts, params, stream=stream, progress=progress)
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(
+                f"got {len(priorities)} priorities for {len(prompts)} prompts; give one, or one a prompt"
+            )
+        options = [{"priority": one, "cache_salt": cache_salt} for one in priorities]
+        outputs = self._run(prompts, params, options, stream=stream, progress=progress)
         if stream:
             return outputs
         by_id = {output.request_id: output for output in outputs}
@@ -236,13 +248,13 @@ class LLM:
         """Counters of the engine and its page pool."""
         return self.engine.stats()
 
-    def _run(self, prompts, params, *, stream: bool, progress: bool | None) -> Iterator[Output] | list[Output]:
+    def _run(self, prompts, params, options, *, stream: bool, progress: bool | None) -> Iterator[Output] | list[Output]:
         if self.engine.has_work:
             raise RequestError("this LLM is still generating; finish or close the running stream first")
         added: list[str] = []
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                added.append(self.engine.add(prompt, one, request_id=f"{index}", stream=stream))
+            for index, (prompt, one, others) in enumerate(zip(prompts, params, options, strict=True)):
+                added.append(self.engine.add(prompt, one, request_id=f"{index}", stream=stream, **others))
         except BaseException:
             self._abort(added)
             raise

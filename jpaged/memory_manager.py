@@ -11,12 +11,15 @@ It never touches the device. What has to be done there before the next step runs
 host, to load back, and to copy (`take_transfers`).
 """
 
-from collections import Counter
 from collections.abc import Iterable
 
 from jpaged.errors import PageStateError
+from jpaged.host_pool import HostPool
 from jpaged.page_allocator import PageAllocator
+from jpaged.pending_transfers import PendingTransfers
+from jpaged.pins import Pins
 from jpaged.prefix_cache import CacheKey, PrefixCache, PrefixHit, token_bytes
+from jpaged.request import Request
 from jpaged.sequence import Sequence
 from jpaged.step_plan import PageTransfers
 
@@ -42,16 +45,12 @@ class MemoryManager:
     ) -> None:
         self.allocator = allocator
         self.prefix_cache = prefix_cache
-        self.host_allocator = host_allocator
         self.weight_version = 0
         self.sliding_window = sliding_window
-        self._copies: list[tuple[int, int]] = []
-        self._swapped_out: list[tuple[int, int]] = []
-        self._swapped_in: list[tuple[int, int]] = []
-        # Sources of copies must keep their contents until the copies are made, whatever else this plan gives out.
-        self._copy_sources: Counter[int] = Counter()
-        self._host_sources: list[int] = []
-        self._pins: dict[str, list[int]] = {}
+        self._pending = PendingTransfers(allocator, host_allocator)
+        self._host = None if host_allocator is None else HostPool(allocator, host_allocator, self._pending)
+        self._pins = Pins(allocator)
+        self._unwritten: set[int] = set()  # pages that the step being planned writes
         self.num_copied_pages = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -92,12 +91,20 @@ class MemoryManager:
 
     @property
     def capacity(self) -> int:
-        """Pages that sequences can have: all but the null page and pinned ones."""
-        return self.allocator.num_pages - 1 - self.num_pinned_pages
+        """Pages that sequences can have: all but the null page and those that are, or will be, pinned."""
+        return self.allocator.num_pages - 1 - self._pins.num_pages - self._pins.num_promised
 
     @property
     def num_pinned_pages(self) -> int:
-        return len({page for pages in self._pins.values() for page in pages})
+        return self._pins.num_pages
+
+    def capacity_for(self, request: Request) -> int:
+        """Pages that the sequences of a request can have: `capacity`, and the pinned ones that it shares."""
+        pinned, prompt = self._pins.pages, request.prompt_token_ids
+        if not pinned or self.prefix_cache is None or request.params.prompt_logprobs is not None:
+            return self.capacity
+        hit = self.prefix_cache.find(self._key(request), token_bytes(prompt), max_tokens=len(prompt) - 1)
+        return self.capacity + sum(page in pinned for page in hit.pages)
 
     def pages_at_most(self, num_tokens: int, chunk: int) -> int:
         """Pages that a sequence of `num_tokens` holds at once at the most, if it is computed `chunk` tokens a step."""
@@ -113,8 +120,8 @@ class MemoryManager:
         params = seq.request.params
         if self.prefix_cache is None or params.prompt_logprobs is not None:
             return None
-        tokens = token_bytes(seq.tokens)
-        return self.prefix_cache.find(self._key(seq), tokens, max_tokens=len(seq.tokens) - 1)
+        tokens, most = token_bytes(seq.tokens), len(seq.tokens) - 1
+        return self.prefix_cache.find(self._key(seq.request), tokens, max_tokens=most, unwritten=self._unwritten)
 
     def num_pages_taken(self, hit: PrefixHit | None, num_tokens: int, chunk: int) -> int:
         """Available pages that a sequence of `num_tokens` takes, given its hit."""
@@ -132,18 +139,20 @@ class MemoryManager:
         first_time = not seq.group.num_preemptions
         self.num_queried_tokens += len(seq.tokens) if first_time else 0
         if hit is None:
-            seq.chain = [self.prefix_cache.root(self._key(seq))]
+            seq.chain = [self.prefix_cache.root(self._key(seq.request))]
             return
-        allocator, num_tokens = self.allocator, hit.num_tokens
+        allocator, num_tokens, partial = self.allocator, hit.num_tokens, hit.partial_page
         held = [page for page in hit.pages if page]
         allocator.share(held)
         seq.pages, seq.chain = list(hit.pages), hit.chain
-        if hit.partial_page:
-            # The source may be a cached page: held, so that it counts as used until it is copied.
-            if allocator.num_available > (allocator.ref_count(hit.partial_page) == 0):
-                self._hold_source(hit.partial_page)
+        if partial:
+            # The source may be a cached page: held, so that it counts as used until it is copied. In a small pool that
+            # page may be the very one that the sequence needs: then its tokens are computed again.
+            available = allocator.num_available - (allocator.ref_count(partial) == 0)
+            if available >= allocator.pages_for(len(seq.tokens)) - len(seq.pages):
+                source = self._pending.hold(partial)
                 seq.pages += allocator.allocate(1)
-                self._copies.append((hit.partial_page, seq.pages[-1]))
+                self._pending.copy(source, seq.pages[-1])
             else:
                 num_tokens -= hit.num_partial_tokens
         seq.pages_version += 1
@@ -154,35 +163,38 @@ class MemoryManager:
             seq.num_cached_tokens = min(num_tokens, seq.num_prompt_tokens)
 
     def append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Makes room for the next `num_tokens` tokens, which the sequence alone may write; all or nothing.
+        """Makes room for the next `num_tokens` tokens, which this step writes, on pages of the sequence alone.
 
-        A last page that others hold too is copied first; pages that left the window are given back.
+        A last page that others hold, or may find, is copied first; pages that left the window are given back.
 
         Returns:
-          False if there are not enough pages; nothing has been taken then.
+          False if there are not enough pages; none have been taken then.
         """
         allocator, start = self.allocator, seq.num_computed_tokens
         if self.sliding_window is not None:
             self._trim(seq)
         last, filled = divmod(start, allocator.page_size)
-        copies = filled > 0 and self._holders(seq.pages[last]) > 1
+        copies = filled > 0 and (self._holders(seq.pages[last]) > 1 or allocator.is_retained(seq.pages[last]))
         needed = max(allocator.pages_for(start + num_tokens) - len(seq.pages), 0)
         if needed + copies > allocator.num_available:
             return False
         pages = allocator.allocate(needed + copies)
         if copies:
             source, copy = seq.pages[last], pages.pop(0)
-            self._hold_source(source)
-            self._copies.append((source, copy))
+            self._pending.copy(self._pending.hold(source), copy)
             allocator.free([source])
             seq.pages[last] = copy
             seq.pages_version += 1
         seq.pages += pages
+        self._unwritten.update(seq.pages[last:])
         seq.writable_end = len(seq.pages) * allocator.page_size
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Lets others find the full pages that are computed, by steps that ran or that are planned."""
+        """Lets others find the full pages that are computed, by steps that ran or that are planned.
+
+        What the step being planned computes must have been given room by `append`.
+        """
         if self.prefix_cache is None or not seq.chain:
             return
         size, chain, pages = self.allocator.page_size, seq.chain, seq.pages
@@ -194,7 +206,7 @@ class MemoryManager:
         while first > 0 and (not chain[first].attached or (chain[first].page is None and pages[first - 1])):
             first -= 1
         if first == 0:
-            chain[0] = self.prefix_cache.root(self._key(seq))
+            chain[0] = self.prefix_cache.root(self._key(seq.request))
         del chain[first + 1 :]
         tokens = token_bytes(seq.tokens[first * size : end * size])
         width = len(tokens) // (end - first)
@@ -215,27 +227,29 @@ class MemoryManager:
         self.allocator.share([page for page in child.pages if page])
         child.pages_version += 1
         child.chain = parent.chain[: num_tokens // size + 1]
-        if self.host_allocator is not None:  # of two that are swapped out
-            child.host_pages = list(parent.host_pages)
-            self.host_allocator.share([page for page in child.host_pages if page])
+        if self._host is not None:
+            self._host.share(parent, child, self.allocator.pages_for(num_tokens))
         child.num_computed_tokens = num_tokens
         child.writable_end = num_tokens  # asks first
         parent.writable_end = min(parent.writable_end, parent.num_computed_tokens)
 
     def release(self, seq: Sequence) -> None:
         """Takes a sequence's pages back. The prefix cache keeps what others may want, until the pages are needed."""
+        for index, entry in enumerate(seq.chain[1:]):
+            if not entry.attached or (entry.page is None and seq.pages[index]):
+                del seq.chain[index + 1 :]  # was another sequence's and is gone: `commit` enters this one's
+                break
         self.commit(seq)
-        pages = [page for page in seq.pages if page]
-        dropped = [copy for copy in self._copies if copy[1] in pages]  # for it, in this plan; not wanted any more
         size, end = self.allocator.page_size, min(seq.num_computed_tokens, len(seq.tokens))
         full, rest = divmod(end, size)
         if self.prefix_cache is not None and rest and len(seq.chain) == full + 1:
             page = seq.pages[full]
-            if self._holders(page) == 1 and all(page != copy for _, copy in dropped):
-                tail = token_bytes(seq.tokens[full * size : end])
-                self.prefix_cache.insert_partial(seq.chain[-1], tail, page)
-        self._copies = [copy for copy in self._copies if copy not in dropped]
+            # Others that hold it may write to it.
+            if self._holders(page) == 1 and not self._pending.is_copy(page):
+                self.prefix_cache.insert_partial(seq.chain[-1], token_bytes(seq.tokens[full * size : end]), page)
+        pages = [page for page in seq.pages if page]
         self.allocator.free(pages)
+        self._pending.drop_copies(pages)
         seq.pages, seq.chain = [], []
         seq.pages_version += 1
         seq.num_computed_tokens = seq.writable_end = 0
@@ -243,12 +257,8 @@ class MemoryManager:
     # ------------------------------------------------------------------------------------------ swapping
 
     def can_swap_out(self, seqs: Iterable[Sequence]) -> bool:
-        """Whether the host has room for their pages."""
-        if self.host_allocator is None:
-            return False
-        pages = {page for seq in seqs for page in seq.pages if page}
-        awaited = {page for _, page in self._copies + self._swapped_in}  # filled after pages are saved
-        return len(pages) <= self.host_allocator.num_available and not pages & awaited
+        """Whether the host has room for their pages, and nothing that they hold is filled by the plan being made."""
+        return self._host is not None and self._host.can_take(seqs, self._unwritten)
 
     def swap_out(self, seqs: list[Sequence]) -> None:
         """Moves sequences to the host; pages that they share are moved once. Asks `can_swap_out` first.
@@ -257,66 +267,69 @@ class MemoryManager:
           PageStateError: there is no host memory.
           OutOfPagesError: there is too little; nothing was changed.
         """
-        if self.host_allocator is None:
+        if self._host is None:
             raise PageStateError("sequences cannot be swapped out: there are no host pages (CacheConfig.host_pages)")
-        kept = [seq.pages[: self.allocator.pages_for(seq.num_computed_tokens)] for seq in seqs]
-        holders = Counter(page for pages in kept for page in pages if page)
-        to_host = dict(zip(sorted(holders), self.host_allocator.allocate(len(holders)), strict=True))
-        self._swapped_out += to_host.items()
-        for page, count in holders.items():
-            self.host_allocator.share([to_host[page]] * (count - 1))
-        for seq, pages in zip(seqs, kept, strict=True):
-            seq.host_pages = [to_host.get(page, 0) for page in pages]
+        self._host.take(seqs)
+        for seq in seqs:
             num_computed, chain = seq.num_computed_tokens, seq.chain
             self.release(seq)
             seq.num_computed_tokens, seq.chain = num_computed, chain
 
     def num_host_pages(self, seqs: Iterable[Sequence]) -> int:
-        """Pages that `swap_in` takes."""
-        return len({page for seq in seqs for page in seq.host_pages if page})
+        """Available pages that `swap_in` takes."""
+        return 0 if self._host is None else self._host.num_pages_for(list(seqs))
 
     def swap_in(self, seqs: list[Sequence]) -> None:
-        """Brings sequences back; they share what they shared.
+        """Brings sequences back; they share what they shared, and what the prefix cache still has is not moved.
 
         Raises:
+          PageStateError: there is no host memory.
           OutOfPagesError: there are too few pages; nothing was changed.
         """
-        holders = Counter(page for seq in seqs for page in seq.host_pages if page)
-        host_pages = sorted(holders)
-        to_device = dict(zip(host_pages, self.allocator.allocate(len(host_pages)), strict=True))
-        self._swapped_in += to_device.items()
-        self._host_sources += holders.elements()
-        for host_page, count in holders.items():
-            self.allocator.share([to_device[host_page]] * (count - 1))
+        if self._host is None:
+            raise PageStateError("sequences cannot be swapped in: there are no host pages (CacheConfig.host_pages)")
+        self._host.give_back(seqs)
         for seq in seqs:
-            seq.pages = [to_device.get(page, 0) for page in seq.host_pages]
-            seq.host_pages = []
             seq.pages_version += 1
             seq.writable_end = seq.num_computed_tokens  # asks first: the last page may be shared
 
     def drop_host_pages(self, seq: Sequence) -> None:
         """Gives up what a swapped-out sequence has on the host."""
-        pages = [page for page in seq.host_pages if page]
-        if self.host_allocator is not None:
-            self.host_allocator.free(pages)
-        seq.host_pages = []
+        if self._host is not None:
+            self._host.drop(seq)
+        seq.chain = []
         seq.num_computed_tokens = 0
 
     # ------------------------------------------------------------------------------------------ pins and weights
 
+    def promise_pin(self, name: str, num_tokens: int) -> None:
+        """So many tokens will be pinned: nobody else may count on their pages (`capacity`)."""
+        self._pins.promise(name, self.allocator.pages_for(num_tokens))
+
+    def drop_promise(self, name: str) -> None:
+        """Ends a promise, if it was not kept yet."""
+        self._pins.drop_promise(name)
+
     def pin(self, name: str, seq: Sequence) -> None:
-        """Keeps the pages of a sequence beyond its end, under a name."""
-        pages = [page for page in seq.pages if page]
-        self.allocator.share(pages)
-        self._pins[name] = pages
+        """Keeps a promise: pages with the KV of a sequence's tokens stay beyond its end, until `unpin`.
+
+        Those are pinned that the prefix cache finds for these tokens; they need not be the sequence's own. Nothing is
+        pinned if the promise was taken back, or if the sequence's pages must not be found (`weights_changed`).
+        """
+        if self.prefix_cache is None or not seq.chain:
+            self._pins.drop_promise(name)
+            return
+        self.commit(seq)
+        pages = [entry.page for entry, own in zip(seq.chain[1:], seq.pages, strict=False) if own]
+        full, rest = divmod(seq.num_computed_tokens, self.allocator.page_size)
+        if rest and len(seq.chain) == full + 1:
+            tail = token_bytes(seq.tokens[-rest:])
+            pages.append(self.prefix_cache.insert_partial(seq.chain[-1], tail, seq.pages[full]))
+        self._pins.keep_promise(name, [page for page in pages if page])
 
     def unpin(self, name: str) -> bool:
-        """Lets pinned pages go; False if there are none of that name."""
-        pages = self._pins.pop(name, None)
-        if pages is None:
-            return False
-        self.allocator.free(pages)
-        return True
+        """Lets pinned pages go, or takes the promise back; False if there is nothing of that name."""
+        return self._pins.unpin(name)
 
     def weights_changed(self, seqs: Iterable[Sequence]) -> None:
         """From now on nothing that was computed before is found.
@@ -327,12 +340,11 @@ class MemoryManager:
           seqs: these sequences.
         """
         self.weight_version += 1
-        for name in list(self._pins):
-            self.unpin(name)
         self.reset_prefix_cache(seqs)
 
     def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
-        """Forgets everything; what `seqs`, all that hold pages, have so far will not be found either."""
+        """Forgets everything, pins too; what `seqs`, all that hold pages, have so far will not be found either."""
+        self._pins.unpin_all()
         for seq in seqs:
             seq.chain = []
         if self.prefix_cache is not None:
@@ -342,19 +354,12 @@ class MemoryManager:
 
     def start_plan(self) -> None:
         """A step is about to be planned; all steps before it have been handed to the device."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.start_plan()
+        self._unwritten.clear()
 
     def take_transfers(self) -> PageTransfers:
         """What the device must do before the step that is being planned: in the order of the fields."""
-        transfers = PageTransfers(tuple(self._swapped_out), tuple(self._swapped_in), tuple(self._copies))
-        if self._copy_sources:
-            self.allocator.free(list(self._copy_sources.elements()))
-            self._copy_sources.clear()
-        if self._host_sources and self.host_allocator is not None:
-            self.host_allocator.free(self._host_sources)
-        self.num_copied_pages += len(self._copies)
-        self._swapped_out, self._swapped_in, self._copies, self._host_sources = [], [], [], []
+        transfers = self._pending.take()
+        self.num_copied_pages += len(transfers.copies)
         return transfers
 
     def check_invariants(self, running: Iterable[Sequence], swapped: Iterable[Sequence] = ()) -> None:
@@ -364,23 +369,18 @@ class MemoryManager:
           PageStateError: they are not.
         """
         holders = [[page for page in seq.pages if page] for seq in running]
-        self.allocator.check_invariants([*holders, *self._pins.values(), self._copy_sources.elements()])
-        if self.host_allocator is not None:
-            holders = [[page for page in seq.host_pages if page] for seq in swapped]
-            self.host_allocator.check_invariants([*holders, self._host_sources])
+        self.allocator.check_invariants([*holders, *self._pins.holders, self._pending.sources])
+        if self._host is not None:
+            self._host.check_invariants(swapped)
         if self.prefix_cache is not None:
             self.prefix_cache.check_invariants()
 
-    def _key(self, seq: Sequence) -> CacheKey:
-        return CacheKey(salt=seq.request.cache_salt, weight_version=self.weight_version)
+    def _key(self, request: Request) -> CacheKey:
+        return CacheKey(salt=request.cache_salt, weight_version=self.weight_version)
 
     def _holders(self, page: int) -> int:
         """Sequences and pins that hold a page; copies that will be made of it do not count."""
-        return self.allocator.ref_count(page) - self._copy_sources[page]
-
-    def _hold_source(self, page: int) -> None:
-        self.allocator.share([page])
-        self._copy_sources[page] += 1
+        return self.allocator.ref_count(page) - self._pending.num_held(page)
 
     def _trim(self, seq: Sequence) -> None:
         """Gives back the pages that no token at or after `num_computed_tokens` sees."""

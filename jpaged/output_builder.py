@@ -39,7 +39,8 @@ class OutputBuilder:
 
     def finish(self, seq: Sequence) -> None:
         """One sequence ended: what was held back of its text becomes visible."""
-        self._builder(seq).finish()
+        if self._group.beam is None:  # a beam that was dropped is no answer, and there are many of them
+            self._builder(seq).finish()
 
     def output(self) -> Output:
         """The answers so far; whole once the group is finished."""

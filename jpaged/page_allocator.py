@@ -95,6 +95,10 @@ class PageAllocator:
             raise PageStateError(f"page {page} is not in the pool, expected an id in [0, {self._num_pages})")
         return self._ref_counts[page]
 
+    def is_retained(self, page: int) -> bool:
+        """Whether a page of the pool is kept for its contents, now or when its last holder frees it."""
+        return bool(self._retained[page])
+
     def allocate(self, num_pages: int) -> list[int]:
         """Takes `num_pages` free or cached pages, all or none; the caller becomes their one holder.
 
@@ -186,6 +190,9 @@ class PageAllocator:
             raise PageStateError(f"page {page} is on the free list twice")
         if 0 in free or 0 in self._cached or self._ref_counts[0] != 0:
             raise PageStateError("page 0, the null page, is free, cached or in use, expected none of them")
+        foreign = [page for page in (*free, *self._cached) if not 0 < page < self._num_pages]
+        if foreign:
+            raise PageStateError(f"page {foreign[0]} is free or cached, and is not in the pool")
         for page in range(1, self._num_pages):
             count, retained = self._ref_counts[page], bool(self._retained[page])
             where = (page in free, page in self._cached)

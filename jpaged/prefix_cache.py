@@ -7,8 +7,8 @@ stand for what must be equal beside the tokens (`CacheKey`), and the path to an 
                                                 └── "rown bea"                          a partly filled last page
 
 An entry is looked up by a SHA-256 digest chained along the path, which other processes can compute too. The digest is
-never trusted: a hit also needs the same parent entry and the same tokens, so that not even an injected collision can
-return foreign KV.
+never trusted: a hit also needs the same parent entry and the same tokens, and a root the same key, so that not even an
+injected collision can return foreign KV.
 
 Which page goes first when pages are needed is the allocator's order; the cache only hears of it (`on_evict`).
 """
@@ -16,9 +16,11 @@ Which page goes first when pages are needed is the allocator's order; the cache 
 import hashlib
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
+from jpaged.errors import PageStateError
 from jpaged.page_allocator import PageAllocator
 
 TOKEN_BYTES = 4
@@ -50,13 +52,13 @@ class CacheKey:
     adapter: str | None = None
     weight_version: int = 0
 
-    def digest(self) -> bytes:
-        """32 bytes; tagged and with lengths, so that no two keys spell the same."""
-        digest = hashlib.sha256(b"jpaged prefix 1")
+    def encode(self) -> bytes:
+        """The key spelled out; tagged and with lengths, so that no two keys spell the same."""
+        parts = [b"jpaged prefix 1"]
         for tag, value in (("salt", self.salt), ("adapter", self.adapter), ("weights", str(self.weight_version))):
             text = b"" if value is None else value.encode("utf-8", "surrogatepass")
-            digest.update(f"|{tag}:{-1 if value is None else len(text)}:".encode() + text)
-        return digest.digest()
+            parts.append(f"{tag}:{-1 if value is None else len(text)}:".encode() + text)
+        return b"|".join(parts)
 
 
 @dataclass(eq=False, slots=True)
@@ -66,10 +68,11 @@ class CachedPage:
     Attributes:
       digest: chained SHA-256.
       parent: the entry before it; `None` for a root.
-      tokens: its tokens (`token_bytes`), as many as the page holds; fewer for a partly filled page.
+      tokens: its tokens (`token_bytes`), as many as the page holds, fewer if it is partly filled; of a root, its key.
       page: the page that holds their KV; `None` once it was evicted (its descendants may still be there).
       attached: it can be found from its root.
-      children: the entries after it, by their first token, then by digest, the newest last.
+      num_children: attached entries after it.
+      older, newer: its neighbours among the entries with the same parent and the same first token.
     """
 
     digest: bytes
@@ -77,11 +80,9 @@ class CachedPage:
     tokens: bytes
     page: int | None = None
     attached: bool = True
-    children: "dict[bytes, dict[bytes, CachedPage]] | None" = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+    num_children: int = 0
+    older: "CachedPage | None" = None
+    newer: "CachedPage | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,10 @@ class PrefixCache:
         self._allocator = allocator
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._window = sliding_window
-        self._roots: dict[bytes, CachedPage] = {}
-        self._entries: dict[bytes, CachedPage] = {}
+        self._roots: dict[bytes, CachedPage] = {}  # by their keys
+        self._entries: dict[bytes, CachedPage] = {}  # by their digests
+        self._newest: dict[bytes, CachedPage] = {}  # of entries that begin alike (`_start`)
         self._entry_of_page: dict[int, CachedPage] = {}
-        self._unwritten: set[int] = set()
         self.num_evictions = 0
         allocator.on_evict = self._evicted
 
@@ -140,30 +141,39 @@ class PrefixCache:
 
     def root(self, key: CacheKey) -> CachedPage:
         """Where the pages of a key begin. It is kept from the first page on that is inserted after it."""
-        digest = key.digest()
-        return self._roots.get(digest) or CachedPage(digest, None, b"", attached=False)
+        spelled = key.encode()
+        root = self._roots.get(spelled)
+        return root or CachedPage(hashlib.sha256(spelled).digest(), None, spelled, attached=False)
 
-    def find(self, key: CacheKey, tokens: bytes, *, max_tokens: int) -> PrefixHit:
+    def find(self, key: CacheKey, tokens: bytes, *, max_tokens: int, unwritten: Set[int] = frozenset()) -> PrefixHit:
         """The longest beginning of a prompt that is cached; nothing is changed, and no page is held.
 
         Args:
           key: what must be equal beside the tokens.
           tokens: of the prompt (`token_bytes`).
           max_tokens: tokens of it that may hit; one less than the prompt's, since one must be computed to sample.
+          unwritten: pages that the step being planned writes. They may be shared, since a step writes before it reads,
+            but not copied.
         """
-        size, width = self._allocator.page_size, self._page_bytes
-        chain, best, present_from = [self.root(key)], 0, 0
-        for index in range(max_tokens // size):
-            entry = self._child(chain[-1], tokens[index * width : (index + 1) * width])
-            if entry is None or (entry.page is None and self._window is None):
+        size, width, window = self._allocator.page_size, self._page_bytes, self._window
+        entries, sha256 = self._entries, hashlib.sha256
+        parent = self.root(key)
+        chain, best, present_from = [parent], 0, 0
+        for start in range(0, max_tokens // size * width, width):
+            chunk = tokens[start : start + width]
+            entry = entries.get(sha256(parent.digest + chunk).digest())
+            if entry is None or entry.parent is not parent or entry.tokens != chunk:
                 break
             chain.append(entry)
+            parent = entry
             if entry.page is None:
-                present_from = index + 1
-            elif present_from <= self._first_seen((index + 1) * size):
-                best = index + 1
+                if window is None:
+                    break
+                present_from = len(chain) - 1
+            elif window is None or present_from <= self._first_seen((len(chain) - 1) * size):
+                best = len(chain) - 1
         del chain[best + 1 :]
-        partial, length = self._best_partial(chain[-1], tokens[best * width : max_tokens * TOKEN_BYTES])
+        partial, length = self._best_partial(chain[-1], tokens[best * width : max_tokens * TOKEN_BYTES], unwritten)
         num_tokens = best * size + length
         first = self._first_seen(num_tokens)
         pages = [(entry.page or 0) if index >= first else 0 for index, entry in enumerate(chain[1:])]
@@ -182,104 +192,131 @@ class PrefixCache:
         Returns:
           The entry of these tokens, which need not be the one of `page`.
         """
-        digest = hashlib.sha256(parent.digest + tokens).digest()
         if parent.parent is None and not parent.attached:
-            self._roots.setdefault(parent.digest, parent)
-            parent.attached = self._roots[parent.digest] is parent
-        owner = self._entry_of_page.get(page)
+            parent.attached = self._roots.setdefault(parent.tokens, parent) is parent
+        digest = hashlib.sha256(parent.digest + tokens).digest()
         entry = self._entries.get(digest)
-        collides = entry is not None and (entry.parent is not parent or entry.tokens != tokens)
-        if not parent.attached or collides or (entry is None and owner is not None):
+        is_other = entry is not None and (entry.parent is not parent or entry.tokens != tokens)  # digests collide
+        is_taken = page in self._entry_of_page  # by other tokens, if `entry` does not hold it
+        if not parent.attached or is_other or (entry is None and is_taken):
             return CachedPage(digest, parent, tokens, attached=False)
         if entry is None:
             entry = self._entries[digest] = CachedPage(digest, parent, tokens)
-            if parent.children is None:
-                parent.children = {}
-            parent.children.setdefault(tokens[:TOKEN_BYTES], {})[digest] = entry
-        if entry.page is None and owner is None:
+            self._link(entry, parent)
+        if entry.page is None and not is_taken:
+            self._allocator.retain(page)
             entry.page = page
             self._entry_of_page[page] = entry
-            self._unwritten.add(page)
-            self._allocator.retain(page)
         return entry
 
-    def insert_partial(self, parent: CachedPage, tokens: bytes, page: int) -> None:
-        """Enters a partly filled page, unless another one holds the same tokens and perhaps more."""
-        if tokens and self._best_partial(parent, tokens)[1] * TOKEN_BYTES < len(tokens):
-            self.insert(parent, tokens, page)
+    def insert_partial(self, parent: CachedPage, tokens: bytes, page: int) -> int:
+        """Enters a partly filled page, unless another one holds the same tokens and perhaps more.
 
-    def start_plan(self) -> None:
-        """A step is about to be planned: what was inserted before is written by the time this step's copies are made.
-
-        Pages that are inserted from now on may be shared at once, since a step writes before it reads, but not copied.
+        Returns:
+          The page that is found for these tokens; 0 if there is none.
         """
-        self._unwritten.clear()
+        best, length = self._best_partial(parent, tokens, frozenset())
+        return best if length * TOKEN_BYTES >= len(tokens) else self.insert(parent, tokens, page).page or 0
 
     def reset(self) -> None:
         """Forgets everything. Pages that nobody holds are free at once."""
         for page in self._entry_of_page:
             self._allocator.forget(page)
         for entry in itertools.chain(self._entries.values(), self._roots.values()):
-            entry.attached, entry.page, entry.children = False, None, None
-        self._roots.clear()
-        self._entries.clear()
-        self._entry_of_page.clear()
+            entry.attached, entry.page, entry.num_children = False, None, 0
+            entry.older = entry.newer = None
+        for index in (self._roots, self._entries, self._newest, self._entry_of_page):
+            index.clear()
 
     def check_invariants(self) -> None:
-        """Checks that entries and pages point at each other, and that each entry can be found.
+        """Checks that entries and pages point at each other, that each entry can be found, and leads to a page.
 
         Raises:
-          AssertionError: they do not; this is for tests and debugging.
+          PageStateError: they do not; the message names the page or the entry.
         """
+        children: Counter[CachedPage] = Counter()
         for page, entry in self._entry_of_page.items():
-            assert entry.page == page, f"page {page} belongs to an entry of page {entry.page}"
-            assert entry.attached, f"page {page} belongs to a detached entry"
+            if entry.page != page or self._entries.get(entry.digest) is not entry:
+                raise PageStateError(f"page {page} belongs to an entry of page {entry.page}, {entry.attached=}")
         for digest, entry in self._entries.items():
-            parent = entry.parent
-            assert parent is not None, "an entry is a root"
-            assert parent.attached, "an entry lost its parent"
-            assert parent.children is not None, "an entry's parent has no children"
-            assert parent.children[entry.tokens[:TOKEN_BYTES]][digest] is entry, "an entry is not among the children"
-            assert digest == hashlib.sha256(parent.digest + entry.tokens).digest(), "a digest is not that of its tokens"
-            assert entry.page is not None or entry.children, "an entry holds no page and leads to none"
+            parent, page = entry.parent, entry.page
+            what = f"the entry {digest.hex()[:16]} of page {page}"
+            if parent is None or not (entry.attached and parent.attached):
+                raise PageStateError(f"{what} cannot be found from its root")
+            if digest != hashlib.sha256(parent.digest + entry.tokens).digest():
+                raise PageStateError(f"{what} has not the digest of its tokens")
+            if page is None and not entry.num_children:
+                raise PageStateError(f"{what} leads to no page")
+            if page is not None and self._entry_of_page.get(page) is not entry:
+                raise PageStateError(f"{what} is not the one of its page")
+            if entry not in self._alike(parent, entry.tokens):
+                raise PageStateError(f"{what} is not among those that begin alike")
+            children[parent] += 1
+        for entry in itertools.chain(self._entries.values(), self._roots.values()):
+            if children[entry] != entry.num_children:
+                raise PageStateError(f"an entry counts {entry.num_children} children, expected {children[entry]}")
 
     def _first_seen(self, num_tokens: int) -> int:
         """The first page that the token after `num_tokens` cached ones sees."""
         return 0 if self._window is None else max(num_tokens - self._window + 1, 0) // self._allocator.page_size
 
-    def _child(self, parent: CachedPage, chunk: bytes) -> CachedPage | None:
-        entry = self._entries.get(hashlib.sha256(parent.digest + chunk).digest())
-        if entry is None or entry.parent is not parent or entry.tokens != chunk:
-            return None
-        return entry
-
-    def _best_partial(self, parent: CachedPage, tokens: bytes) -> tuple[int, int]:
+    def _best_partial(self, parent: CachedPage, tokens: bytes, unwritten: Set[int]) -> tuple[int, int]:
         """The page after `parent` that begins with most of `tokens`, and how many; (0, 0) if there is none."""
         best, most = 0, 0
-        alike = (parent.children or {}).get(tokens[:TOKEN_BYTES]) or {}
-        for entry in itertools.islice(reversed(alike.values()), _MAX_PARTIAL_CANDIDATES):
-            if entry.page is not None and entry.page not in self._unwritten:
+        for entry in itertools.islice(self._alike(parent, tokens), _MAX_PARTIAL_CANDIDATES):
+            if entry.page is not None and entry.page not in unwritten:
                 length = _num_common_tokens(entry.tokens, tokens)
                 if length > most:
                     best, most = entry.page, length
         return best, most
+
+    def _alike(self, parent: CachedPage, tokens: bytes) -> Iterator[CachedPage]:
+        """The entries after `parent` whose first token is that of `tokens`, the newest first."""
+        entry = self._newest.get(_start(parent, tokens))
+        while entry is not None:
+            if entry.parent is parent:  # else digests collide
+                yield entry
+            entry = entry.older
+
+    def _link(self, entry: CachedPage, parent: CachedPage) -> None:
+        start = _start(parent, entry.tokens)
+        older = entry.older = self._newest.get(start)
+        if older is not None:
+            older.newer = entry
+        self._newest[start] = entry
+        parent.num_children += 1
+
+    def _unlink(self, entry: CachedPage, parent: CachedPage) -> None:
+        older, newer = entry.older, entry.newer
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.older = older
+        elif older is not None:
+            self._newest[_start(parent, entry.tokens)] = older
+        else:
+            del self._newest[_start(parent, entry.tokens)]
+        entry.older = entry.newer = None
+        parent.num_children -= 1
 
     def _evicted(self, page: int) -> None:
         entry = self._entry_of_page.pop(page)
         entry.page = None
         self.num_evictions += 1
         # Entries that lead to no page are of no use.
-        while entry.page is None and not entry.children:
+        while entry.page is None and not entry.num_children:
             entry.attached, parent = False, entry.parent
             if parent is None:
-                del self._roots[entry.digest]
+                del self._roots[entry.tokens]
                 return
             del self._entries[entry.digest]
-            children, first = parent.children or {}, entry.tokens[:TOKEN_BYTES]
-            del children[first][entry.digest]
-            if not children[first]:
-                del children[first]
+            self._unlink(entry, parent)
             entry = parent
+
+
+def _start(parent: CachedPage, tokens: bytes) -> bytes:
+    """Under which entries that begin alike are kept."""
+    return parent.digest + tokens[:TOKEN_BYTES]
 
 
 def _num_common_tokens(a: bytes, b: bytes) -> int:

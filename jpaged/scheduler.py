@@ -122,7 +122,8 @@ class Scheduler:
 
     @property
     def num_tokens_held(self) -> int:
-        """Token slots of used pages that hold a token; the other slots are wasted. A shared page counts once."""
+        """Token slots of used pages that hold a token; the other slots are wasted. A shared page counts once, one that
+        is pinned as a whole."""
         size = self._memory.allocator.page_size
         empty = {seq.pages[-1]: -seq.num_computed_tokens % size for seq in self.running_seqs if seq.pages}
         return self._memory.allocator.num_used * size - sum(empty.values())
@@ -132,7 +133,8 @@ class Scheduler:
 
         Raises:
           PromptTooLongError: it can never fit into the context window or into the page pool.
-          RequestError: its prompt is empty, its id is in use, it has already ended, or it asks for too many sequences.
+          RequestError: its prompt is empty, its id is in use, it has already ended, it asks for too many sequences, or
+            to be pinned where others that are being served need the room.
         """
         request = group.request
         if request.request_id in self._queues.groups:
@@ -140,8 +142,10 @@ class Scheduler:
         if group.is_finished:
             raise RequestError(f"request {request.request_id!r} has already ended: make a new SequenceGroup of it")
         self._limits.require_fits(request)
+        if request.pin:
+            self._limits.require_pin(request, self._queues.groups.values())
         seq, params = group.seqs[0], request.params
-        seq.limit = self._limits.num_tokens(request)
+        seq.limit = group.limit = self._limits.num_tokens(request)
         seq.stop_ids = (frozenset() if params.ignore_eos else self._eos_token_ids) | set(params.stop_token_ids)
         if params.use_beam_search:
             group.beam = BeamSearch(
@@ -158,6 +162,8 @@ class Scheduler:
         aged = request.priority * self._config.priority_aging_s + request.arrival_time_s
         group.rank = (aged if self._config.policy == "priority" else 0.0, self._num_arrived)
         self._num_arrived += 1
+        if request.pin:
+            self._memory.promise_pin(request.request_id, seq.num_prompt_tokens)
         self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
@@ -169,18 +175,28 @@ class Scheduler:
           The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all. A plan
           without rows moves pages.
         """
-        rows, memory = PlanRows(self._config.max_num_batched_tokens), self._memory
-        memory.start_plan()
-        decoding = rows.decoding
+        rows, queues = PlanRows(self._config.max_num_batched_tokens), self._queues
+        self._memory.start_plan()
+        self._fill(rows)
+        while not rows and len(queues.running) > 1 and not any(seq.num_pending for seq in queues.running_seqs):
+            self._preempt(queues.running[-1], rows)  # they all waited for each other's pages
+            self._fill(rows)
+        transfers = self._memory.take_transfers()
+        return rows.build(transfers) if rows or any(transfers) else None
+
+    def _fill(self, rows: PlanRows) -> None:
+        """Plans rows, in the three passes described at the top."""
+        memory, decoding = self._memory, rows.decoding
         lacking: list[Sequence] = []
         for seq in self._queues.running_seqs:
             start = seq.num_computed_tokens
             lacks = len(seq.tokens) + seq.num_pending - start
             if lacks != 1 or start + 1 >= seq.limit:
-                # At its limit with samples pending, a sequence waits for their results.
-                if lacks and not (seq.num_pending and start + lacks >= seq.limit):
+                if not lacks or (seq.num_pending and start + lacks >= seq.limit):
+                    continue  # at its limit with samples pending, a sequence waits for their results
+                if lacks > 1 or seq.group.beam is None:
                     lacking.append(seq)
-                continue
+                    continue
             if seq.status is not RUNNING:
                 continue  # preempted just now
             if start >= seq.writable_end:
@@ -193,14 +209,15 @@ class Scheduler:
         for seq in lacking:
             if seq.status is RUNNING and rows.budget:
                 self._plan_chunk(seq, rows)
-        while rows.budget and not rows.preempted and (group := self._queues.next_to_run()) is not None:
+        while rows.budget and not rows.preempted and (group := self._queues.next_to_run(lacking)) is not None:
             self._queues.run(group)
             rows.admitted += group.live
+            lacking += group.live
             for seq in group.live:
-                if rows.budget:
+                if seq.num_computed_tokens < seq.num_tokens:
+                    self._candidates.pop(seq, None)  # it gives them once more
+                if seq.status is RUNNING and rows.budget:
                     self._plan_chunk(seq, rows)
-        transfers = memory.take_transfers()
-        return rows.build(transfers) if rows or any(transfers) else None
 
     def update(
         self, plan: StepPlan, token_ids: list[int], candidates: Callable[[int], Candidates] | None = None
@@ -256,6 +273,8 @@ class Scheduler:
             return False
         for seq in group.live:
             self.finish(seq, "abort")
+        if group.request.pin:
+            self._memory.unpin(request_id)
         return True
 
     def weights_changed(self) -> None:
@@ -263,7 +282,7 @@ class Scheduler:
         self._memory.weights_changed(seq for group in self._queues.groups.values() for seq in group.seqs)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed before is found any more; running sequences and pins keep their pages."""
+        """Nothing that was computed before is found any more, and pins are dropped; what runs keeps its pages."""
         self._memory.reset_prefix_cache(seq for group in self._queues.groups.values() for seq in group.seqs)
 
     def abandon_plan(self) -> None:
@@ -272,7 +291,7 @@ class Scheduler:
         self.reset_prefix_cache()
 
     def unpin(self, request_id: str) -> bool:
-        """Lets the pages of a pinned prompt go; False if there are none."""
+        """Lets the pages of a pinned prompt go, or does not pin them once computed; False if there are none."""
         return self._memory.unpin(request_id)
 
     def check_invariants(self) -> None:
@@ -289,14 +308,19 @@ class Scheduler:
         """Gets the pages for the sequence's next tokens, by preemption if need be; False if there are none for it."""
         while not self._memory.append(seq, num_tokens):
             victim = self._queues.victim_for(seq.group)
-            if rows.holds_chunk_of(victim):
-                return False  # its row stays, and so does what others may share of it; the next plan will preempt it
-            rows.drop_decoding(victim)
-            self._queues.preempt(victim)
-            rows.preempted.append(victim)
+            # A chunk of this plan stays, and so does what others may share of it.
+            if victim is None or rows.holds_chunk_of(victim):
+                return False
+            self._preempt(victim, rows)
             if victim is seq.group:
                 return False
         return True
+
+    def _preempt(self, group: SequenceGroup, rows: PlanRows) -> None:
+        rows.drop_decoding(group)
+        self._queues.preempt(group)
+        rows.preempted.append(group)
+        rows.admitted = [seq for seq in rows.admitted if seq.group is not group]
 
     def _plan_chunk(self, seq: Sequence, rows: PlanRows) -> None:
         if not (seq.pages or self._begin(seq)):
@@ -309,8 +333,10 @@ class Scheduler:
         samples = num_tokens == lacks and params.max_tokens != 0
         rows.add(seq, num_tokens, samples)
         self._memory.commit(seq)
+        if group.request.pin and num_tokens == lacks:
+            self._memory.pin(group.request.request_id, seq)
         if samples and group.beam is None and len(group.seqs) < params.num_sequences:
-            seq.limit = self._limits.num_tokens(seq.request)
+            seq.limit = group.limit
             for index in range(1, params.num_sequences):
                 child = self._queues.fork(seq, index)
                 group.seqs.append(child)
@@ -325,10 +351,10 @@ class Scheduler:
         shared = 0 if memory.sliding_window is not None else seq.num_prompt_tokens // size * size
         if seq is not leader and leader.num_computed_tokens < shared:
             return False
-        hit = memory.find(seq)
-        if seq is leader or not shared or (hit is not None and hit.num_tokens >= shared):
+        hit, full = memory.find(seq), shared // size
+        if seq is leader or (hit is not None and hit.pages[:full] == leader.pages[:full]) or not shared:
             memory.start(seq, hit)
-        else:
+        else:  # nothing, or pages of others, beside which those of the leader would be needed too
             memory.fork(leader, seq, num_tokens=shared)
         return True
 
@@ -352,8 +378,6 @@ class Scheduler:
         group, request = seq.group, seq.request
         if not plan.samples[row]:
             if request.params.max_tokens == 0 and plan.starts[row] + plan.q_lens[row] == seq.num_prompt_tokens:
-                if request.pin:
-                    self._memory.pin(request.request_id, seq)
                 self.finish(seq, "length")
             return
         seq.num_pending -= 1

@@ -106,6 +106,7 @@ class SequenceGroup:
       seqs: the sequences; those of a beam search that were dropped are taken out.
       rank: its place in the order of service, ascending; set by the scheduler.
       status: of the group.
+      limit: tokens at which its sequences end, prompt included; set by the scheduler.
       beam: the state of a beam search, if the request asks for one.
       num_preemptions: how often it lost its pages.
       num_recomputed: how often of these it had to compute them again.
@@ -118,6 +119,7 @@ class SequenceGroup:
     seqs: list[Sequence] = field(init=False)
     rank: tuple[float, int] = (0.0, 0)
     status: SequenceStatus = SequenceStatus.WAITING
+    limit: int = 0
     beam: "BeamSearch | None" = None
     num_preemptions: int = 0
     num_recomputed: int = 0

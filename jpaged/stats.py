@@ -9,9 +9,9 @@ class PoolUse:
     """The page pool at one moment.
 
     Attributes:
-      pages_used: pages that running sequences hold.
-      tokens_held: tokens whose KV is in those pages.
-      running: sequences that hold them.
+      pages_used: pages that running sequences and pins hold; a shared page counts once.
+      tokens_held: tokens whose KV is in those pages; a page that is only pinned counts as full.
+      running: sequences that run.
       page_size: token slots a page.
 
     Example:
@@ -36,14 +36,15 @@ class EngineStats:
     """Counters since the engine started (`_s`: seconds), and the pool now and at its peak.
 
     Attributes:
-      num_pages: pages in the pool; free + used + the null page.
+      num_pages: pages in the pool; free + cached + used + the null page.
       pages_free: pages that hold nothing.
       pages_cached: pages that nobody holds, kept for the prefix cache until they are needed.
       pages_pinned: pages of pinned prefixes; they are among the used ones.
       now: the pool at this moment.
       peak: the pool when most pages were in use; of several such steps the first, in which they are emptiest.
       mean_wasted_fraction: wasted part of the used slots, averaged over the steps.
-      num_running, num_waiting: sequences.
+      num_running: sequences that hold pages.
+      num_waiting: requests that hold none, be it that they are new or were preempted.
       num_requests: requests added.
       num_finished: requests that ended, for whatever reason.
       num_preemptions: times a request lost its pages.

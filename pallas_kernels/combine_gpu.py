@@ -20,7 +20,7 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
 _THREADS = 128
-_AT_ONCE = 8  # pieces whose loads are in flight together
+_AT_ONCE = 16  # pieces whose loads are in flight together
 
 
 def _i32(x: int) -> ir.Value:
@@ -225,19 +225,19 @@ def join_pieces(refs, scalars, *, group: int, head_dim: int) -> None:
         thread = _thread()
         leader = _equal(thread, _i32(0))
         zero = utils.c(0, ir.IndexType.get())
-        # Release: every thread's stores are visible before the count is; acquire: before the others' are read.
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        # The barrier orders all threads' stores before the leader's release, and its acquire before all their loads.
         utils.warpgroup_barrier()
         with utils.when(leader):
             counter, _ = _address(counters, [first_worker])
+            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             before = utils.inline_ptx(
                 "atom.global.add.acq_rel.gpu.u32 $0, [$1], 1;", counter, result_types=i32, has_side_effects=True
             )
+            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             memref.store(before, flag, [zero])
         utils.warpgroup_barrier()
         before = memref.load(flag, [zero])
         with utils.when(_equal(before, arith.subi(pieces, _i32(1)))):
-            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             with utils.when(leader):
                 _store(_i32(0), counters, [first_worker])
             _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first_worker, group, head_dim)

@@ -30,6 +30,7 @@ from . import gpu_plan as plan
 from .combine_gpu import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
 
 _LOG2E = math.log2(math.e)
+_WARPS = 4  # of a warpgroup
 _LOWEST = -1e30  # below every score; finite, so that the difference of two of them is 0 and not NaN
 
 
@@ -43,7 +44,6 @@ class GPUBlocks:
       consumers: computing warpgroups of a block of threads.
       num_blocks: blocks of threads, one a multiprocessor.
       min_share: least work of a worker, in KV blocks.
-      unit_cost: cost of beginning a unit, in KV blocks.
       swizzle: bytes of a row of the swizzled tiles.
       overlap: the launch may overlap the end of the kernel before (programmatic dependent launch).
     """
@@ -53,7 +53,6 @@ class GPUBlocks:
     consumers: int
     num_blocks: int
     min_share: int
-    unit_cost: int
     swizzle: int
     overlap: bool
 
@@ -81,12 +80,12 @@ def _mask(s, position, kv, *, group, sliding_window):
 def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse):
     """Walks a worker's share: the computing warpgroups."""
     q_ref, _, records, _, counters, sinks_ref, total_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs
-    k_smem, v_smem, flags, k_full, v_full, freed = scratch
+    q_smem, k_smem, v_smem, flags, k_full, v_full, freed = scratch
     me, block = lax.axis_index("wg"), lax.axis_index("block")
     worker = me * blocks.num_blocks + block
     bkv, stages, rows = blocks.block_kv, blocks.stages, plan.TILE_ROWS
     row_layout = plgpu.Layout.WGMMA.reduce(1)
-    scale, cap = options.scale * _LOG2E, options.soft_cap
+    scale, cap, window = options.scale * _LOG2E, options.soft_cap, options.sliding_window
     following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
     def piece(i, step):
@@ -95,33 +94,25 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
         position, kv_start, num_blocks = (records[at, f] for f in (plan.POSITION, plan.KV_START, plan.NUM_BLOCKS))
         slot, pieces, first_worker = (records[at, f] for f in (plan.SLOT, plan.PIECES, plan.FIRST_WORKER))
         live_rows = num_tokens * group
-        q = load_queries(q_ref, token, head, live_rows, group=group, head_dim=head_dim, dtype=dtype)
+        q_smem[me] = load_queries(q_ref, token, head, live_rows, group=group, head_dim=head_dim, dtype=dtype)
+        plgpu.commit_smem()
 
-        def kv_block(j, carry):
-            acc, top, total, step = carry
+        def issue_scores(s_ref, step):
+            stage = lax.rem(step, stages)
+            plgpu.barrier_wait(k_full.at[me * stages + stage])
+            plgpu.wgmma(s_ref, q_smem.at[me], k_smem.at[me, stage].T)
+
+        def attend_to(s, kv, step, acc, top, total):
             stage = lax.rem(step, stages)
             ring = me * stages + stage
-            kv = kv_start + j * bkv
-
-            def scores(s_ref):
-                plgpu.wgmma(s_ref, q, k_smem.at[me, stage].T)
-                return s_ref[...]
-
-            plgpu.barrier_wait(k_full.at[ring])
-            s = pl.run_scoped(scores, plgpu.ACC((rows, bkv), jnp.float32))
             if cap is None:
                 s *= scale
             else:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
                 s = cap * _LOG2E - (2 * cap * _LOG2E) / (1.0 + jnp.exp2(s * (2 * scale / cap)))
             masked = kv + bkv > position + 1
-            if options.sliding_window is not None:
-                masked |= kv < position + num_tokens - options.sliding_window
-            s = lax.cond(
-                masked,
-                lambda x: _mask(x, position, kv, group=group, sliding_window=options.sliding_window),
-                lambda x: x,
-                s,
-            )
+            if window is not None:
+                masked |= kv < position + num_tokens - window
+            s = lax.cond(masked, lambda x: _mask(x, position, kv, group=group, sliding_window=window), lambda x: x, s)
             new_top = jnp.maximum(top, s.max(axis=1))
             decay = jnp.exp2(top - new_top)
             p = jnp.exp2(s - lax.broadcast_in_dim(new_top, s.shape, [0]))
@@ -132,30 +123,44 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
 
             # A weight of 0 does not hide a NaN in a slot that no query may see.
             unseen = kv + bkv > position + num_tokens
-            if options.sliding_window is not None:
-                unseen |= kv < position + 1 - options.sliding_window
+            if window is not None:
+                unseen |= kv < position + 1 - window
 
             @pl.when(unseen)
             def _():
                 v = plgpu.load(v_smem.at[me, stage], layout=plgpu.Layout.WGMMA)
                 at_kv = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA) + kv
                 seen = at_kv < position + num_tokens
-                if options.sliding_window is not None:
-                    seen &= at_kv > position - options.sliding_window
+                if window is not None:
+                    seen &= at_kv > position - window
                 v_smem[me, stage] = jnp.where(seen, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
-            def values(acc_ref):
-                plgpu.wgmma(acc_ref, p, v_smem.at[me, stage])
-
-            acc = pl.run_state(values)(plgpu.ACC.init(acc))
+            acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[me, stage]))(plgpu.ACC.init(acc))
             plgpu.barrier_arrive(freed.at[ring])
-            return acc, new_top, total, step + 1
+            return acc, new_top, total
 
+        def first_scores(s_ref):
+            issue_scores(s_ref, step)
+            return s_ref[...]
+
+        def kv_block(j, carry):
+            s, acc, top, total = carry
+
+            def overlapped(s_ref):
+                issue_scores(s_ref, step + j + 1)  # runs while the softmax of this block is computed
+                state = attend_to(s, kv_start + j * bkv, step + j, acc, top, total)
+                return s_ref[...], *state
+
+            return pl.run_scoped(overlapped, plgpu.ACC((rows, bkv), jnp.float32))
+
+        s = pl.run_scoped(first_scores, plgpu.ACC((rows, bkv), jnp.float32))
         acc = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA)
         top = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), row_layout)
         total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), row_layout)
-        acc, top, total, step = lax.fori_loop(0, num_blocks, kv_block, (acc, top, total, step))
+        last = num_blocks - 1
+        s, acc, top, total = lax.fori_loop(0, last, kv_block, (s, acc, top, total))
+        acc, top, total = attend_to(s, kv_start + last * bkv, step + last, acc, top, total)
 
         @pl.when(pieces == 1)
         def _():
@@ -182,7 +187,7 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
                 head_dim=head_dim,
             )
 
-        return step
+        return step + num_blocks
 
     lax.fori_loop(0, count, piece, jnp.int32(0))
     if total_ref is not None:
@@ -194,54 +199,64 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
 def _produce(refs, scratch, *, blocks, page_size):
     """Loads a worker's share: one warp a consumer."""
     _, pages, records, page_table, *_ = refs
-    k_smem, v_smem, _, k_full, v_full, freed = scratch
+    _, k_smem, v_smem, _, k_full, v_full, freed = scratch
     bkv, stages = blocks.block_kv, blocks.stages
     box = math.gcd(page_size, bkv)
 
-    def warp(consumer):
-        @pl.when(consumer < blocks.consumers)
-        def _():
-            if blocks.overlap:
-                plgpu.griddepcontrol_wait()
-            worker = consumer * blocks.num_blocks + lax.axis_index("block")
-            following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
+    # With two consumers or fewer, K and V have a warp each.
+    kinds = 2 if 2 * blocks.consumers <= _WARPS else 1
 
-            def piece(i, step):
-                at = jnp.where(i == 0, worker, following + i - 1)
-                head, row, last_page = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE))
-                kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
+    def load(consumer, smem, full, which):
+        if blocks.overlap:
+            plgpu.griddepcontrol_wait()
+        worker = consumer * blocks.num_blocks + lax.axis_index("block")
+        following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
-                def kv_block(j, step):
-                    stage = lax.rem(step, stages)
-                    ring = consumer * stages + stage
-                    where = []
-                    for n in range(bkv // box):
-                        kv = kv_start + (j * bkv + n * box)
-                        column = lax.div(kv, page_size)
-                        offset = kv - column * page_size
-                        page = page_table[row, jnp.minimum(column, last_page)]
-                        where.append((page, pl.ds(pl.multiple_of(offset, 8), box) if box != page_size else slice(None)))
+        def piece(i, step):
+            at = jnp.where(i == 0, worker, following + i - 1)
+            head, row, last_page = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE))
+            kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
 
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(freed.at[ring])
+            def kv_block(j, step):
+                stage = lax.rem(step, stages)
+                ring = consumer * stages + stage
+                boxes = []
+                for n in range(bkv // box):
+                    kv = kv_start + (j * bkv + n * box)
+                    column = lax.div(kv, page_size)
+                    slots = slice(None) if box == page_size else pl.ds(kv - column * page_size, box)
+                    boxes.append((page_table[row, jnp.minimum(column, last_page)], slots))
 
-                    for which, (smem, full) in enumerate(((k_smem, k_full), (v_smem, v_full))):
-                        for n, (page, slots) in enumerate(where):
-                            plgpu.copy_gmem_to_smem(
-                                pages.at[page, slots, 2 * head + which],
-                                smem.at[consumer, stage, pl.ds(n * box, box)],
-                                full.at[ring],
-                            )
-                    return step + 1
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(freed.at[ring])
 
-                return lax.fori_loop(0, num_blocks, kv_block, step)
+                for k_or_v in which:
+                    for n, (page, slots) in enumerate(boxes):
+                        plgpu.copy_gmem_to_smem(
+                            pages.at[page, slots, 2 * head + k_or_v],
+                            smem[k_or_v].at[consumer, stage, pl.ds(n * box, box)],
+                            full[k_or_v].at[ring],
+                        )
+                return step + 1
 
-            lax.fori_loop(0, count, piece, jnp.int32(0))
+            return lax.fori_loop(0, num_blocks, kv_block, step)
+
+        lax.fori_loop(0, count, piece, jnp.int32(0))
+
+    def warp(index):
+        for kind in range(kinds):
+            first = kind * blocks.consumers
+
+            @pl.when((index >= first) & (index < first + blocks.consumers))
+            def _(kind=kind, first=first):
+                which = (0, 1) if kinds == 1 else (kind,)
+                load(index - first, (k_smem, v_smem), (k_full, v_full), which)
 
     plgpu.warp_map(warp)
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "blocks", "options", "with_lse"))
 def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, blocks, options, with_lse):
     """The kernel call: see `paged_attention_gpu`."""
     num_tokens, heads, head_dim = q.shape
@@ -292,6 +307,7 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
         body,
         out_type=out_type,
         scratch_types=[
+            plgpu.SMEM((blocks.consumers, plan.TILE_ROWS, head_dim), q.dtype, transforms=transforms),
             plgpu.SMEM(tile, q.dtype, transforms=transforms),
             plgpu.SMEM(tile, q.dtype, transforms=transforms),
             plgpu.SMEM((blocks.consumers, 1), jnp.int32),
@@ -307,6 +323,7 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=128,  # none is used: a row is reduced within four threads
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )

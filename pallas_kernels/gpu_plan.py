@@ -73,6 +73,18 @@ def _num_tiles(num_rows: int, num_tokens: int, tokens: int) -> int:
     return num_tokens // tokens + min(num_rows, num_tokens) if tokens > 1 else num_tokens
 
 
+def _round_share(share: Array, longest: Array) -> Array:
+    """Rounds up to a multiple, or an even part, of the longest unit, if that is near.
+
+    Then units of equal length are cut evenly or not at all, and a worker has one piece to hand over and not two. The
+    workers that are left without work cost nothing as long as the others keep the memory busy.
+    """
+    multiple = -(-share // longest) * longest
+    part = -(-longest // jnp.maximum(longest // share, 1))
+    rounded = jnp.where(share >= longest, multiple, part)
+    return jnp.where(rounded <= share + share // 6 + 1, rounded, share)
+
+
 def make_work_list(
     meta: PagedMetadata,
     q_lens: Int32[Array, " S"],
@@ -84,7 +96,6 @@ def make_work_list(
     block_kv: int,
     num_workers: int,
     min_share: int,
-    unit_cost: int,
 ) -> Int32[Array, "R F"]:
     """Cuts the step's work into one share a worker.
 
@@ -96,7 +107,6 @@ def make_work_list(
       group: query heads of a KV head.
       block_kv: KV tokens of a block; pieces begin at its multiples.
       min_share: the least share, in blocks.
-      unit_cost: what beginning a unit costs, in blocks.
 
     Returns:
       i32 records. HEAD, ROW; TOKEN, NUM_TOKENS, POSITION: the tile's first token in the step, its tokens, the first
@@ -126,27 +136,25 @@ def make_work_list(
         start = jnp.maximum(position - (sliding_window - 1), 0) // block_kv * block_kv
     blocks = jnp.where(count > 0, -(-(stop - start) // block_kv), 0)
 
-    # Cuts: worker w begins at w * share on the line of costs, which is block `cut` of unit `at`.
-    cost = jnp.where(blocks > 0, blocks + unit_cost, 0)
-    line = jnp.cumsum(cost * num_kv_heads, dtype=jnp.int32)  # where each tile ends
+    # Cuts: worker w begins at w * share on the line of blocks, which is block `cut` of unit `at`.
+    line = jnp.cumsum(blocks * num_kv_heads, dtype=jnp.int32)  # where each tile ends
+    starts = line - blocks * num_kv_heads
     num_units = num_tiles * num_kv_heads
-    share = jnp.maximum(-(-line[-1] // num_workers), min_share + unit_cost)
+    share = _round_share(jnp.maximum(-(-line[-1] // num_workers), min_share), jnp.maximum(jnp.max(blocks), 1))
     cuts = arange(num_workers + 1) * share
     tile = jnp.minimum(jnp.sum(line[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32), capacity - 1)
     beyond = cuts >= line[-1]
-    along = cuts - (line - cost * num_kv_heads)[tile]
-    head = along // jnp.maximum(cost[tile], 1)
+    along = cuts - starts[tile]
+    head = along // jnp.maximum(blocks[tile], 1)
     at = jnp.where(beyond, num_units, tile * num_kv_heads + head)
-    cut = jnp.where(beyond, 0, jnp.maximum(along - head * cost[tile] - unit_cost, 0))
+    cut = jnp.where(beyond, 0, along - head * blocks[tile])
 
-    # Units, and the cuts inside of each: those past the unit's own cost and before its end.
+    # Units, and the cuts inside of each.
     units = arange(capacity * num_kv_heads)
     unit_tile = units // num_kv_heads
-    unit_head = units - unit_tile * num_kv_heads
-    unit_start = (line - cost * num_kv_heads)[unit_tile] + unit_head * cost[unit_tile]
-    unit_stop = unit_start + cost[unit_tile]
-    first_cut = jnp.minimum((unit_start + unit_cost) // share + 1, num_workers)
-    pieces = 1 + jnp.maximum(jnp.minimum((unit_stop - 1) // share + 1, num_workers) - first_cut, 0)
+    unit_start = starts[unit_tile] + (units - unit_tile * num_kv_heads) * blocks[unit_tile]
+    first_cut = jnp.minimum(unit_start // share + 1, num_workers)
+    pieces = 1 + jnp.maximum(-(-(unit_start + blocks[unit_tile]) // share) - first_cut, 0)
     unit_blocks = jnp.where(pieces > 1, cut[first_cut], blocks[unit_tile])
 
     def records(unit: Array, begin: Array, num_blocks: Array, slot: Array, following: Array, pieces_of: Array) -> Array:

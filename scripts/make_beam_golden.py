@@ -62,7 +62,7 @@ TASKS = (
     Task("smollm2", "sum", ("<|im_end|>", "\n"), 24),
     Task("smollm2", "chat_python", ("<|im_end|>",), 24),
     Task("smollm2", "chat_garden", ("<|im_end|>",), 20),
-    Task("smollm2", "one_token", ("<|im_end|>", ".", ","), 16),
+    Task("smollm2", "boiling", ("<|im_end|>", "\n", "."), 16),
     Task("smollm2", "fibonacci", (), 16),
     Task("smollm2", "list", ("\n", "."), 16, min_tokens=5),
     Task("gqa", "gqa_one_token", (37, 42), 16),

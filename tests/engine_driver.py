@@ -9,10 +9,13 @@ PROMPTS = [[1, 2, 3], [9] * 17, list(range(20, 36)), [40], [5, 4, 3, 2, 1, 0, 7,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, **options) -> Engine:
+def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, cache=None, scheduler=None, **options) -> Engine:
+    """`cache` and `scheduler`: further fields of their configs."""
     config = EngineConfig(
-        cache=CacheConfig(page_size=PAGE, num_pages=num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length),
+        cache=CacheConfig(page_size=PAGE, num_pages=num_pages, **(cache or {})),
+        scheduler=SchedulerConfig(
+            max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, **(scheduler or {})
+        ),
         check_invariants=True,
         compilation_cache=False,
         **{"token_buckets": (seqs, budget), **options},
@@ -29,10 +32,16 @@ def serve(engine: Engine, requests, *, at_once: bool = True) -> list:
             done.update((output.request_id, output) for output in engine.step())
     while engine.has_work:
         done.update((output.request_id, output) for output in engine.step())
-        stats = engine.stats()
-        assert stats.pages_free + stats.now.pages_used + 1 == stats.num_pages
-    assert engine.stats().now.pages_used == 0
+        check_pages(engine)
+    stats = engine.stats()
+    assert stats.now.pages_used == stats.pages_pinned
     return [done[f"r{index}"] for index in range(len(requests))]
+
+
+def check_pages(engine: Engine) -> None:
+    """Each page of the pool is free, cached, used or the null page."""
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached + stats.now.pages_used + 1 == stats.num_pages
 
 
 def tokens_of(outputs) -> list[list[int]]:

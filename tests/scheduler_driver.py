@@ -1,77 +1,220 @@
-"""A fake device for the scheduler's tests, and what every request must answer whatever else happens."""
+"""A fake device for the scheduler's tests, and what every request must answer whatever else happens.
+
+The fake model can be computed by hand: what it samples depends on the tokens, positions and weight versions that it
+really finds in the pages of a row, read through the row's page list, on their number, and on the seed of the sequence.
+So a wrong page shows as a wrong token.
+"""
 
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.config import SchedulerConfig
-from jpaged.page_allocator import PageAllocator
-from jpaged.request import Request, SamplingParams, Sequence
+from jpaged.memory_manager import MemoryManager
+from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.step_plan import SequenceUpdate, StepPlan
+from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.step_plan import PlannedRow, StepPlan
 
 VOCAB = 12
 EOS = 0
+NOT_SAMPLED = 99
 
 
-def make_seq(request_id: str, prompt_len: int, *, seed: int = 0, **params) -> Sequence:
-    params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **params})
-    prompt = tuple((seed + i) % VOCAB for i in range(prompt_len))
-    return Sequence(Request(request_id=request_id, prompt_token_ids=prompt, params=params, seed=seed))
+def make_group(request_id: str, prompt: int | AbstractSequence[int], *, seed: int = 0, **options) -> SequenceGroup:
+    """A request for that prompt, or one of so many tokens; options are those of `Request`, then of `SamplingParams`."""
+    tokens = tuple((seed + i) % VOCAB for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+    names = ("priority", "cache_salt", "pin", "arrival_time_s")
+    request = {name: options.pop(name) for name in names if name in options}
+    params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **options})
+    return SequenceGroup(
+        Request(request_id=request_id, prompt_token_ids=tokens, params=params, seed=seed, **request),
+    )
 
 
 def make_scheduler(
-    num_pages: int = 17, page_size: int = 4, max_num_seqs: int = 4, budget: int = 16, max_model_len: int = 32
+    num_pages: int = 17,
+    page_size: int = 4,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    max_model_len: int = 32,
+    *,
+    prefix_cache: bool = True,
+    host_pages: int = 0,
+    sliding_window: int | None = None,
+    **config,
 ) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    return Scheduler(config, PageAllocator(num_pages, page_size), max_model_len=max_model_len, eos_token_ids=[EOS])
+    memory = MemoryManager.for_pool(
+        num_pages, page_size, prefix_cache=prefix_cache, num_host_pages=host_pages, sliding_window=sliding_window
+    )
+    settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
+    return Scheduler(settings, memory, max_model_len=max_model_len, eos_token_ids=[EOS])
 
 
-def sampled_token(seq: Sequence, position: int) -> int:
-    """What the model samples for this position: of the request alone. Requests of seed % 5 == 4 fail at position 13."""
-    seed = seq.request.seed
-    if seed % 5 == 4 and position == 13:
-        return -1
-    return (seed * 31 + position * position * 7 + position) % VOCAB
+# ------------------------------------------------------------------------------------------------ the model
 
 
-def undisturbed(seq: Sequence, limit: int) -> tuple[list[int], str, int | None]:
-    """Output tokens, finish reason and stop reason of a request that is alone in the world."""
-    params, output = seq.request.params, []
-    most = limit - seq.num_prompt_tokens if params.max_tokens is None else params.max_tokens
-    while len(output) < most:
-        token = sampled_token(seq, seq.num_prompt_tokens + len(output))
-        if token < 0:
-            return output, "error", None
-        output.append(token)
-        if len(output) > params.min_tokens:
+class KV(NamedTuple):
+    """What a slot of a page holds."""
+
+    token: int
+    position: int
+    version: int  # of the weights that computed it
+
+
+def digest(seen: Iterable[KV | None], kv_len: int, seed: int) -> int:
+    """All that the model knows when it samples: what its row sees, in order, and how much; `None` was never written."""
+    value = kv_len + 31 * seed
+    for kv in seen:
+        token, position, version = kv or (VOCAB, -1, -1)
+        value = (value * 131 + token * 17 + position * 3 + version * 7 + 1) % 1_000_003
+    return value
+
+
+def fails(kv_len: int, seed: int) -> bool:
+    """NaN: sequences of seed % 5 == 4 fail after 13 tokens."""
+    return seed % 5 == 4 and kv_len == 13
+
+
+def likeliest(value: int, count: int) -> list[tuple[int, float]]:
+    """The model's likeliest tokens, best first, with log-probabilities."""
+    ranked = [(token, -((value + 29 * token * token + 5 * token) % 97 + 1) / 16) for token in range(VOCAB)]
+    return sorted(ranked, key=lambda pair: (-pair[1], pair[0]))[:count]
+
+
+def window_of(tokens: AbstractSequence[int], window: int | None, version: int) -> list[KV]:
+    """What a sequence of these tokens sees if nothing goes wrong."""
+    first = 0 if window is None else max(len(tokens) - window, 0)
+    return [KV(tokens[i], i, version) for i in range(first, len(tokens))]
+
+
+class Answer(NamedTuple):
+    """Of one sequence."""
+
+    output: list[int]
+    finish_reason: str
+    stop_reason: int | None
+
+
+def undisturbed(request: Request, index: int, limit: int, window: int | None = None, version: int = 0) -> Answer:
+    """What a sequence answers that is alone in the world; `limit` holds for prompt and output together."""
+    params, tokens, seed = request.params, list(request.prompt_token_ids), request.seed + index
+    num_prompt = len(tokens)
+    most = limit - num_prompt if params.max_tokens is None else params.max_tokens
+    while (made := len(tokens) - num_prompt) < most:
+        if fails(len(tokens), seed):
+            return Answer(tokens[num_prompt:], "error", None)
+        token = digest(window_of(tokens, window, version), len(tokens), seed) % VOCAB
+        tokens.append(token)
+        if made >= params.min_tokens:
             if token == EOS and not params.ignore_eos:
-                return output, "stop", None
+                return Answer(tokens[num_prompt:], "stop", None)
             if token in params.stop_token_ids:
-                return output, "stop", token
-    return output, "length", None
+                return Answer(tokens[num_prompt:], "stop", token)
+    return Answer(tokens[num_prompt:], "length", None)
 
 
+def undisturbed_beams(
+    request: Request, limit: int, window: int | None = None, version: int = 0
+) -> list[Hypothesis] | None:
+    """What a beam search finds that is alone in the world; `None` if it fails."""
+    params, prompt = request.params, list(request.prompt_token_ids)
+    stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+    search = BeamSearch(
+        width=params.num_sequences,
+        num_return=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        stop_token_ids=stops,
+        max_tokens=limit - len(prompt) if params.max_tokens is None else params.max_tokens,
+        min_tokens=params.min_tokens,
+    )
+    beams = [prompt]
+    while not search.finished:
+        if fails(len(beams[0]), request.seed):
+            return None
+        values = [digest(window_of(beam, window, version), len(beam), request.seed) for beam in beams]
+        moves = search.advance([likeliest(value, search.num_candidates) for value in values])
+        beams = [[*beams[parent], token] for parent, token in moves]
+    return search.results()
+
+
+# ------------------------------------------------------------------------------------------------ the device
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of a step: what crosses to the host."""
+
+    tokens: list[int]
+    values: list[int]  # what each row's distribution was made of
+
+    def candidates(self, row: int) -> list[tuple[int, float]]:
+        return likeliest(self.values[row], VOCAB)
+
+
+@dataclass
 class FakeDevice:
-    """Runs steps in order, the moment they are dispatched; its results are read whenever the test likes.
+    """Runs steps in order, the moment they are dispatched; its results are read whenever the test likes."""
 
-    A slot of the pool remembers which token of which sequence was written there last, so that a step can tell whether
-    the pages of a row really hold the row's past.
-    """
+    page_size: int
+    window: int | None = None
+    version: int = 0
+    pool: dict[tuple[int, int], KV] = field(default_factory=dict)  # by page and slot
+    host: dict[int, list[KV | None]] = field(default_factory=dict)  # by page
+    last_token: dict[int, int] = field(default_factory=dict)  # by state index
+    num_computed: int = 0
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.pool: dict[tuple[int, int], tuple[Sequence, int, int]] = {}
-        self.last_token: dict[int, int] = {}
-
-    def run(self, plan: StepPlan) -> list[int]:
-        written = set()
-        for row in plan.rows:
+    def run(self, plan: StepPlan) -> Results:
+        self.move(plan)
+        rows, written = list(plan.rows), set()
+        for row in rows:
             for position in range(row.start, row.kv_len):
-                page, offset = divmod(position, self.page_size)
-                slot = (row.seq.pages[page], offset)
+                slot = self.slot(row.seq, position)
+                assert slot[0] != 0, "a token is written to the null page"
                 assert slot not in written, "two rows of one step write to one slot"
                 written.add(slot)
-                self.pool[slot] = (row.seq, position, self.token_at(row.seq, position))
-        return [self.sample(row.seq, row.kv_len) if row.samples else 99 for row in plan.rows]
+                self.pool[slot] = KV(self.token_at(row.seq, position), position, self.version)
+        self.num_computed += len(written)
+        tokens, values = [], []
+        for row in rows:
+            values.append(self.value_of(row, rows[row.source]) if row.samples else 0)
+            failed = fails(rows[row.source].kv_len, row.seq.seed)
+            tokens.append(NOT_SAMPLED if not row.samples else -1 if failed else values[-1] % VOCAB)
+        for row, token in zip(rows, tokens, strict=True):
+            if row.samples:  # after all rows have read
+                assert row.seq.state_index is not None
+                self.last_token[row.seq.state_index] = token
+        return Results(tokens, values)
+
+    def move(self, plan: StepPlan) -> None:
+        """Within each field all pages are read before any is written."""
+        swapped_out, swapped_in, copies = plan.transfers
+        for pairs in plan.transfers:
+            assert len({target for _, target in pairs}) == len(pairs), "two transfers to one page"
+            assert all(source and target for source, target in pairs), "a transfer from or to the null page"
+        for host_page, contents in [(target, self.read(page)) for page, target in swapped_out]:
+            self.host[host_page] = contents
+        for page, contents in [(target, self.host[host_page]) for host_page, target in swapped_in]:
+            self.write(page, contents)
+        for page, contents in [(target, self.read(page)) for page, target in copies]:
+            self.write(page, contents)
+
+    def read(self, page: int) -> list[KV | None]:
+        return [self.pool.get((page, slot)) for slot in range(self.page_size)]
+
+    def write(self, page: int, contents: list[KV | None]) -> None:
+        for slot, kv in enumerate(contents):
+            self.pool.pop((page, slot), None)
+            if kv is not None:
+                self.pool[page, slot] = kv
+
+    def slot(self, seq: Sequence, position: int) -> tuple[int, int]:
+        page, slot = divmod(position, self.page_size)
+        return seq.pages[page], slot
 
     def token_at(self, seq: Sequence, position: int) -> int:
         if position < len(seq.tokens):
@@ -79,15 +222,10 @@ class FakeDevice:
         assert seq.state_index is not None
         return self.last_token[seq.state_index]
 
-    def sample(self, seq: Sequence, kv_len: int) -> int:
-        for position in range(kv_len):
-            page, offset = divmod(position, self.page_size)
-            prompt = seq.request.prompt_token_ids
-            token = prompt[position] if position < len(prompt) else sampled_token(seq, position)
-            assert self.pool[seq.pages[page], offset] == (seq, position, token), f"the KV of token {position} is wrong"
-        assert seq.state_index is not None
-        self.last_token[seq.state_index] = sampled_token(seq, kv_len)
-        return self.last_token[seq.state_index]
+    def value_of(self, row: PlannedRow, source: PlannedRow) -> int:
+        first = 0 if self.window is None else max(source.kv_len - self.window, 0)
+        seen = (self.pool.get(self.slot(source.seq, position)) for position in range(first, source.kv_len))
+        return digest(seen, source.kv_len, row.seq.seed)
 
 
 class Driver:
@@ -95,30 +233,66 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.device = FakeDevice(scheduler._allocator.page_size)
-        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.memory = scheduler._memory
+        self.device = FakeDevice(self.memory.allocator.page_size, self.memory.sliding_window)
+        self.in_flight: deque[tuple[StepPlan, Results]] = deque()
+
+    def add(self, *groups: SequenceGroup) -> None:
+        for group in groups:
+            self.scheduler.add(group)
 
     def dispatch(self) -> StepPlan | None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.in_flight.append((plan, self.device.run(plan)))
+            results = self.device.run(plan)
+            if plan.seqs:
+                self.in_flight.append((plan, results))
         return plan
 
-    def collect(self) -> list[SequenceUpdate]:
-        return self.scheduler.update(*self.in_flight.popleft())
+    def collect(self) -> list[int | None]:
+        plan, results = self.in_flight.popleft()
+        return self.scheduler.update(plan, results.tokens, results.candidates)
 
     def step(self, depth: int = 0) -> StepPlan | None:
+        """One plan; results are read once more than `depth` steps are in flight."""
         plan = self.dispatch()
-        while len(self.in_flight) > (depth if plan is not None else 0):
-            self.collect()
         self.scheduler.check_invariants()
+        while len(self.in_flight) > (depth if plan is not None and plan.seqs else 0):
+            self.collect()
+            self.scheduler.check_invariants()
         return plan
 
-    def drain(self, depth: int = 0, most: int = 2_000) -> None:
-        for _ in range(most):
-            if not self.scheduler.has_work:
-                break
-            self.step(depth)
+    def drain(self, depth: int = 0, most: int = 2_000) -> list[StepPlan]:
+        """Steps until nothing is left; the plans."""
+        plans = []
+        while self.scheduler.has_work:
+            idle = not self.in_flight
+            plan = self.step(depth)
+            assert plan is not None or not idle, "there is work, nothing is in flight, and nothing is planned"
+            assert len(plans) < most, "some sequence never ends"
+            plans += [plan] if plan is not None else []
         while self.in_flight:
             self.collect()
-        assert not self.scheduler.has_work, "some sequence never ends"
+        self.scheduler.check_invariants()
+        return plans
+
+    def change_weights(self) -> None:
+        self.device.version += 1
+        self.scheduler.weights_changed()
+
+    def check_answers(self, group: SequenceGroup, version: int = 0) -> None:
+        """A group that has ended by itself must have answered what it would have alone."""
+        request, window = group.request, self.memory.sliding_window
+        assert group.is_finished
+        if group.beam is not None:
+            expected = undisturbed_beams(request, group.limit, window, version)
+            if expected is None:
+                assert all(seq.finish_reason == "error" for seq in group.seqs)
+            else:
+                assert group.beam.results() == expected
+            return
+        assert [seq.index for seq in group.seqs] == list(range(len(group.seqs)))
+        for seq in group.seqs:
+            found = Answer(seq.output_token_ids, str(seq.finish_reason), seq.stop_reason)  # type: ignore[arg-type]
+            assert found == undisturbed(request, seq.index, group.limit, window, version)
+        assert len(group.seqs) == request.params.num_sequences or request.params.max_tokens == 0

@@ -4,11 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.batch import BatchPacker, packed_size, unpack
+from jpaged.batch import BatchPacker, num_logprobs, packed_size, unpack
 from jpaged.config import SchedulerConfig, StepShape
-from jpaged.page_allocator import PageAllocator
-from jpaged.request import Request, SamplingParams, Sequence
+from jpaged.memory_manager import MemoryManager
+from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
+from jpaged.sequence import Sequence, SequenceGroup
 
 PAGE, SEQS = 8, 4
 SHAPES = (StepShape(4, 4, 2), StepShape(4, 4, 6), StepShape(32, 4, 6))
@@ -16,40 +17,47 @@ SHAPES = (StepShape(4, 4, 2), StepShape(4, 4, 6), StepShape(32, 4, 6))
 
 def make_scheduler() -> Scheduler:
     config = SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=32)
-    return Scheduler(config, PageAllocator(40, PAGE), max_model_len=48)
+    return Scheduler(config, MemoryManager.for_pool(40, PAGE), max_model_len=48)
 
 
 def add(scheduler: Scheduler, name: str, tokens: list[int], **params) -> Sequence:
     options = {"temperature": 0.0, "max_tokens": 8, **params}
-    seq = Sequence(Request(request_id=name, prompt_token_ids=tuple(tokens), params=SamplingParams(**options), seed=7))
-    scheduler.add(seq)
-    return seq
+    request = Request(request_id=name, prompt_token_ids=tuple(tokens), params=SamplingParams(**options), seed=7)
+    group = SequenceGroup(request)
+    scheduler.add(group)
+    return group.seqs[0]
 
 
 def check(plan, inputs, shape):
     """Compares the unpacked inputs with the plan, row by row and token by token."""
     meta = inputs.meta
-    assert int(meta.num_seqs) == len(plan.rows)
+    rows = list(plan.rows)
+    attending = [row for row in rows if row.num_tokens]  # forks stand behind them
+    assert int(meta.num_seqs) == len(attending)
     assert int(meta.num_decode) == plan.num_decode
     cu_q_lens = np.asarray(meta.cu_q_lens)
-    at = 0
-    for index, row in enumerate(plan.rows):
+    at, ends = 0, []
+    for index, row in enumerate(rows):
         seq, end = row.seq, at + row.num_tokens
         assert cu_q_lens[index : index + 2].tolist() == [at, end]
         positions = list(range(row.start, row.start + row.num_tokens))
         assert meta.positions[at:end].tolist() == positions
         assert meta.slot_mapping[at:end].tolist() == [seq.pages[p // PAGE] * PAGE + p % PAGE for p in positions]
-        assert int(meta.kv_lens[index]) == row.start + row.num_tokens
-        table = np.asarray(meta.page_table[index]).tolist()
-        assert table == seq.pages + [0] * (shape.pages_per_row - len(seq.pages))
-        assert int(inputs.last_token_index[index]) == end - 1
+        if index < len(attending):
+            assert int(meta.kv_lens[index]) == row.start + row.num_tokens
+            table = np.asarray(meta.page_table[index]).tolist()
+            assert table == seq.pages + [0] * (shape.pages_per_row - len(seq.pages))
+        ends.append(end)
+        assert int(inputs.source[index]) == ends[row.source] - 1
         assert int(inputs.sampling.state_index[index]) == seq.state_index
+        assert int(inputs.sampling.position[index]) == row.kv_len
         at = end
-    assert cu_q_lens[len(plan.rows) :].tolist() == [at] * (shape.num_rows + 1 - len(plan.rows))
+    assert cu_q_lens[len(rows) :].tolist() == [at] * (shape.num_rows + 1 - len(rows))
     for padding in (inputs.tokens, meta.positions, meta.slot_mapping, inputs.next_tokens):
         assert not np.asarray(padding)[at:].any()
-    assert not np.asarray(meta.page_table)[len(plan.rows) :].any()
-    assert not np.asarray(meta.kv_lens)[len(plan.rows) :].any()
+    assert not np.asarray(meta.page_table)[len(attending) :].any()
+    assert not np.asarray(meta.kv_lens)[len(attending) :].any()
+    assert np.asarray(inputs.source)[len(rows) :].tolist() == [0] * (shape.num_rows - len(rows))
     assert np.asarray(inputs.count_entry)[at:].tolist() == [SEQS] * (shape.num_tokens - at)
 
 
@@ -67,7 +75,7 @@ def test_plans_survive_packing_through_a_whole_run():
         known = [seq for row in plan.rows for seq in row.seq.tokens[row.start : row.start + row.num_tokens]]
         assert inputs.tokens[: plan.num_tokens].tolist() == known
         check(plan, inputs, shape)
-        scheduler.update(plan, [50] * len(plan.rows))
+        scheduler.update(plan, [50] * plan.num_seqs)
     assert shapes == {SHAPES[1], SHAPES[2]}
 
 
@@ -116,7 +124,7 @@ def test_next_tokens_stop_at_the_end_of_the_prompt():
             else:
                 assert not inputs.next_tokens[at : at + row.num_tokens].any()
             at += row.num_tokens
-        scheduler.update(plan, [50] * len(plan.rows))
+        scheduler.update(plan, [50] * plan.num_seqs)
     assert following == [*range(6, 45), 0]
     packed, shape = packer.pack(scheduler.plan())
     assert not bool(unpack(jnp.asarray(packed), shape).wants_prompt_logprobs)
@@ -142,3 +150,59 @@ def test_a_plan_that_fits_no_shape_is_named():
     add(scheduler, "a", [1] * 9)
     with pytest.raises(RuntimeError, match="9 tokens, 1 rows and 2 pages"):
         packer.pack(scheduler.plan())
+
+
+def test_forks_sample_after_their_parents_last_token_and_attend_to_nothing():
+    scheduler = make_scheduler()
+    packer = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS)
+    alone = add(scheduler, "alone", [1, 2])
+    parent = add(scheduler, "forks", list(range(5, 16)), temperature=1.0, n=3)
+    plan = scheduler.plan()
+    packed, shape = packer.pack(plan)
+    inputs = unpack(jnp.asarray(packed), shape)
+    assert [row.seq.index for row in plan.rows] == [0, 0, 1, 2]
+    assert plan.seqs[:2] == [alone, parent]
+    check(plan, inputs, shape)
+    assert inputs.source.tolist() == [1, 12, 12, 12]
+    seeds = (inputs.sampling.seed_high.astype(jnp.uint32), inputs.sampling.seed_low)
+    assert [seed.tolist() for seed in seeds] == [[0] * 4, [7, 7, 8, 9]]
+    # The tokens that they sampled go into pages of their own: the table follows the copy of the last one.
+    scheduler.update(plan, [50] * plan.num_seqs)
+    plan = scheduler.plan()
+    assert len(plan.transfers.copies) == 2
+    packed, shape = packer.pack(plan)
+    inputs = unpack(jnp.asarray(packed), shape)
+    check(plan, inputs, shape)
+    assert len(set(inputs.meta.slot_mapping[:4].tolist())) == 4
+
+
+def test_a_prompt_of_one_token_with_forks_takes_a_shape_with_rows_for_them():
+    scheduler = make_scheduler()
+    packer = BatchPacker((StepShape(1, 1, 6), *SHAPES[1:]), page_size=PAGE, max_num_seqs=SEQS)
+    add(scheduler, "forks", [5], temperature=1.0, n=4)
+    plan = scheduler.plan()
+    packed, shape = packer.pack(plan)
+    assert (plan.num_tokens, plan.num_seqs, shape) == (1, 4, SHAPES[1])
+    check(plan, unpack(jnp.asarray(packed), shape), shape)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, -1),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": 3}, 3),
+        ({"temperature": 1.0, "n": 2}, -1),
+        ({"temperature": 1.0, "n": 1, "best_of": 2}, 0),
+        ({"temperature": 1.0, "n": 1, "best_of": 2, "logprobs": 2}, 2),
+        ({"n": 2, "use_beam_search": True}, 4),
+        ({"n": 2, "use_beam_search": True, "stop_token_ids": [1, 2]}, 6),
+    ],
+    ids=str,
+)
+def test_as_many_log_probabilities_as_somebody_reads(params, expected):
+    scheduler = make_scheduler()
+    seq = add(scheduler, "a", [1], **params)
+    assert num_logprobs(seq) == expected
+    packed, shape = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(scheduler.plan())
+    assert int(unpack(jnp.asarray(packed), shape).sampling.num_logprobs[0]) == expected

@@ -1,6 +1,8 @@
 """`plan_capacity` against the engine's own sizing, against sums by hand, and what it refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -168,8 +170,8 @@ def test_the_plan_is_ready_for_json():
 
 def test_weights_that_do_not_fit_are_refused_with_the_sum():
     expected = (
-        r"90% of 141.00 GB are 126.90 GB, but there must be room for weights in bfloat16 141.11 GB, the sampler's state "
-        r"\(max_num_seqs 1\) 0.00 GB, the null page and another 0.01 GB: 14.22 GB are lacking"
+        r"90% of 141.00 GB are 126.90 GB, but there must be room for weights in bfloat16 141.11 GB, the sampler's "
+        r"state \(max_num_seqs 1\) 0.00 GB, the null page and another 0.01 GB: 14.22 GB are lacking"
     )
     with pytest.raises(ConfigError, match=expected):
         plan_capacity(model_shape("llama-3-70b"), fixed_lengths(1000, 200), device_bytes=141 * 10**9)
@@ -194,3 +196,13 @@ def test_weights_that_do_not_fit_are_refused_with_the_sum():
 def test_what_is_out_of_range_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         plan_capacity(CONFIG, fixed_lengths(20, 30), **{"device_bytes": BYTES, "dtype": "float32", **changes})
+
+
+def test_the_documents_example_runs(capsys):
+    text = (Path(__file__).parent.parent / "docs" / "capacity.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(example, "docs/capacity.md", "exec"), {})
+    num_pages, sequences, wasted = map(float, capsys.readouterr().out.split())
+    assert num_pages > 10_000
+    assert sequences > 500
+    assert 0 < wasted < 0.04

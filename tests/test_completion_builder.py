@@ -1,13 +1,15 @@
 """Text is given out as soon as no stop string can begin in it any more, and never taken back."""
 
 import itertools
+import math
 
 import hypothesis.strategies as st
 from hypothesis import given
 
+from jpaged.completion_builder import CompletionBuilder
 from jpaged.gguf_vocab import gguf_vocabulary
-from jpaged.output_builder import OutputBuilder
-from jpaged.request import Request, SamplingParams, Sequence
+from jpaged.request import Request, SamplingParams, TokenLogprobs
+from jpaged.sequence import Sequence, SequenceGroup
 from jpaged.tokenizer import Tokenizer
 from tests.tiny_vocabs import byte_level_metadata
 
@@ -15,22 +17,27 @@ TOKENIZER = Tokenizer(gguf_vocabulary(byte_level_metadata(), "test.gguf"), "test
 EOS = 2
 
 
-def build(text: str, **params) -> tuple[OutputBuilder, Sequence, list[str], str | None]:
-    """Feeds a text byte by byte, as the engine does; gives what was visible after each token, and the stop string."""
+def make_builder(**params) -> tuple[CompletionBuilder, Sequence]:
     request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(**params))
-    seq = Sequence(request)
-    builder = OutputBuilder(seq, None, TOKENIZER)
+    (seq,) = SequenceGroup(request).seqs
+    return CompletionBuilder(seq, TOKENIZER), seq
+
+
+def build(text: str, **params) -> tuple[CompletionBuilder, Sequence, list[str], str | None]:
+    """Feeds a text byte by byte, as the engine does; gives what was visible after each token, and the stop string."""
+    builder, seq = make_builder(**params)
     seen, stop = [], None
     for byte in text.encode():
         token = TOKENIZER.token_to_id(_spelling(byte))
         seq.tokens.append(token)
         stop = builder.add_token(token, None, ends=False)
-        seen.append(builder.output().text)
+        seen.append(builder.completion(0).text)
         if stop is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop
             break
     seq.finish_reason = seq.finish_reason or "length"
-    seen.append(builder.finish().text)
+    builder.finish()
+    seen.append(builder.completion(0).text)
     return builder, seq, seen, stop
 
 
@@ -68,13 +75,12 @@ def test_a_tail_that_could_become_a_stop_string_is_held_back():
 
 
 def test_half_a_character_is_held_back_until_the_end():
-    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams())
-    seq = Sequence(request)
-    builder = OutputBuilder(seq, None, TOKENIZER)
+    builder, seq = make_builder()
     builder.add_token(TOKENIZER.token_to_id(_spelling("é".encode()[0])), None, ends=False)
-    assert builder.output().text == ""
+    assert builder.completion(0).text == ""
     seq.finish_reason = "length"
-    assert builder.finish().text == "\N{REPLACEMENT CHARACTER}"
+    builder.finish()
+    assert builder.completion(0).text == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_stop_strings_wait_for_min_tokens():
@@ -86,19 +92,34 @@ def test_stop_strings_wait_for_min_tokens():
 
 def test_the_end_token_shows_only_if_asked_for():
     for include, skip, expected in ((False, False, ""), (True, False, "<|im_end|>"), (True, True, "")):
-        params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=skip)
-        seq = Sequence(Request(request_id="r", prompt_token_ids=(1,), params=params))
-        builder = OutputBuilder(seq, None, TOKENIZER)
+        builder, seq = make_builder(include_stop_str_in_output=include, skip_special_tokens=skip)
         seq.tokens.append(EOS)
         seq.finish_reason = "stop"
         builder.add_token(EOS, None, ends=True)
-        output = builder.finish()
-        assert output.text == expected
-        assert output.token_ids == (EOS,)
+        builder.finish()
+        completion = builder.completion(0)
+        assert completion.text == expected
+        assert completion.token_ids == (EOS,)
 
 
 def test_an_id_without_a_token_has_no_text():
-    seq = Sequence(Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams()))
-    builder = OutputBuilder(seq, None, TOKENIZER)
+    builder, _ = make_builder()
     assert builder.add_token(TOKENIZER.vocab_size + 5, None, ends=False) is None
-    assert builder.output().text == ""
+    assert builder.completion(0).text == ""
+
+
+def test_log_probabilities_are_kept_where_asked_for_and_summed_where_known():
+    for asked, kept in ((0, True), (None, False)):  # `best_of` needs them though nobody asked
+        builder, seq = make_builder(logprobs=asked)
+        assert (builder.mean_logprob, builder.completion(0).cumulative_logprob) == (-math.inf, None)
+        entries = [TokenLogprobs(5, -0.5), TokenLogprobs(6, -2.0)]
+        for entry in entries:
+            seq.tokens.append(entry.token_id)
+            builder.add_token(entry.token_id, entry, ends=False)
+        completion = builder.completion(3)
+        assert (builder.mean_logprob, completion.cumulative_logprob) == (-1.25, -2.5)
+        assert completion.logprobs == (tuple(entries) if kept else None)
+        assert (completion.index, completion.token_ids, completion.score) == (3, (5, 6), None)
+        builder.add_token(7, None, ends=False)  # one that is not known leaves the sum unknown
+        builder.add_token(8, entries[0], ends=False)
+        assert (builder.mean_logprob, builder.completion(0).cumulative_logprob) == (-math.inf, None)

@@ -213,7 +213,14 @@ def test_an_eager_engine_compiles_at_start(engine, model, monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 3])
 @pytest.mark.parametrize(
     "place",
-    ["_scheduler.plan", "_packer.pack", "_runner.run", "_scheduler.update", "_set_prompt_logprobs", "_take_token"],
+    [
+        "_scheduler.plan",
+        "_packer.pack",
+        "_runner.run",
+        "_scheduler.update",
+        "_collector._set_prompt_logprobs",
+        "_collector._take_token",
+    ],
 )
 def test_an_interrupt_ends_all_requests_and_frees_their_pages(engine, expected, monkeypatch, run_ahead, after, place):
     monkeypatch.setattr(engine, "config", replace(engine.config, run_ahead=run_ahead))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jpaged.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.intake import Intake
@@ -101,6 +102,15 @@ def test_text_is_encoded(tokenizer):
             SamplingParams(min_tokens=1, stop_token_ids=[5, 6, 7]),
             "min_tokens bans 5 end-of-sequence and stop token ids until then, expected at most 4",
         ),
+        # Two beams, and the model's two end-of-sequence ids: three likeliest tokens for each beam.
+        (
+            SamplingParams(use_beam_search=True, temperature=0.0, n=2),
+            r"a beam search of width 2 with 2 stop token ids looks at the 6 likeliest .* at most 5: raise max_logprobs",
+        ),
+        (
+            SamplingParams(use_beam_search=True, temperature=0.0, n=1, best_of=3, ignore_eos=True),
+            "width 3 with 0 stop token ids looks at the 6 likeliest",
+        ),
     ],
 )
 def test_parameters_that_the_engine_cannot_serve_are_refused(params, message):
@@ -117,6 +127,9 @@ def test_parameters_that_the_engine_cannot_serve_are_refused(params, message):
         (SamplingParams(min_tokens=1, stop_token_ids=[2, 3, 5, 6]), {}),  # two of them are the model's own
         (SamplingParams(stop_token_ids=[5, 6, 7]), {}),  # nothing is banned without min_tokens
         (SamplingParams(min_tokens=1, stop_token_ids=[5, 6]), {"eos_token_ids": (2, 3, 900)}),  # 900 cannot come
+        (SamplingParams(use_beam_search=True, temperature=0.0, n=2), {"max_logprobs": 6}),
+        (SamplingParams(use_beam_search=True, temperature=0.0, n=2, ignore_eos=True), {}),
+        (SamplingParams(use_beam_search=True, temperature=0.0, n=2, stop_token_ids=[2]), {"eos_token_ids": (2,)}),
     ],
 )
 def test_parameters_at_the_limits_are_taken(params, changes):
@@ -156,3 +169,52 @@ def test_seeds_are_the_requests_own_or_drawn_from_the_engines():
     assert first[1] == 9
     assert len({*first, *seeds(2)}) == 5
     assert all(0 <= seed < 2**63 for seed in first)
+
+
+def test_a_beam_search_is_given_as_many_candidates_as_it_wants():
+    for stops in ((), (5,), (5, 6, 2)):
+        params = SamplingParams(use_beam_search=True, temperature=0.0, n=2, stop_token_ids=stops)
+        search = BeamSearch(width=2, num_return=2, stop_token_ids={2, 3, *stops}, max_tokens=9)
+        make_intake(max_logprobs=search.num_candidates).request([1], params, None, ())
+        with pytest.raises(RequestError, match=f"looks at the {search.num_candidates} likeliest"):
+            make_intake(max_logprobs=search.num_candidates - 1).request([1], params, None, ())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=1, best_of=2),
+        SamplingParams(n=2, best_of=2, use_beam_search=True, temperature=0.0, ignore_eos=True),
+    ],
+)
+def test_answers_that_are_chosen_at_their_end_cannot_stream(params):
+    assert make_intake().request([1], params, None, ()).params is params
+    with pytest.raises(RequestError, match="cannot stream"):
+        make_intake().request([1], params, None, (), stream=True)
+    several = SamplingParams(n=2)
+    assert make_intake().request([1], several, None, (), stream=True).params is several
+
+
+def test_priorities_are_for_engines_that_serve_by_them():
+    with pytest.raises(
+        RequestError, match=r'priority is 1, but this engine serves in order of arrival \(policy "fcfs"\)'
+    ):
+        make_intake().request([1], None, None, (), priority=1)
+    assert make_intake().request([1], None, None, (), priority=0).priority == 0
+    assert make_intake(priorities=True).request([1], None, None, (), priority=-3).priority == -3
+    for bad in (True, 1.0, "1", None):
+        with pytest.raises(RequestError, match="priority is .*, expected an integer"):
+            make_intake(priorities=True).request([1], None, None, (), priority=bad)
+
+
+def test_salts_are_text_and_never_empty():
+    assert make_intake().request([1], None, None, (), cache_salt="a").cache_salt == "a"
+    assert make_intake().request([1], None, None, ()).cache_salt is None
+    for bad in ("", 5, b"a"):
+        with pytest.raises(RequestError, match="cache_salt is .*, expected a non-empty string or None"):
+            make_intake().request([1], None, None, (), cache_salt=bad)
+
+
+def test_pins_are_passed_on():
+    assert make_intake().request([1], None, None, (), pin=True).pin
+    assert not make_intake().request([1], None, None, ()).pin

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from flax import nnx
 
 from jpaged.errors import ConfigError
 from jpaged.model_bytes import KV_ITEMSIZES, format_bytes, kv_bytes_per_page, parse_bytes, sampler_bytes, weight_bytes
@@ -23,7 +24,7 @@ def test_pages_take_what_their_spec_says(dtype, page_size):
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
 def test_weights_take_what_their_arrays_take(changes):
-    arrays = jax.tree.leaves(__import__("flax").nnx.state(tiny_llama(**changes)))
+    arrays = jax.tree.leaves(nnx.state(tiny_llama(**changes)))
     assert weight_bytes(tiny_config(**changes), "float32") == sum(array.nbytes for array in arrays)
     assert weight_bytes(tiny_config(**changes), "bfloat16") * 2 == sum(array.nbytes for array in arrays)
 
@@ -36,7 +37,7 @@ def test_the_samplers_state_takes_what_its_arrays_take(num_seqs, vocab_size):
 def test_other_dtypes_are_refused():
     with pytest.raises(ConfigError, match="dtype is 'int8', expected one of float32, bfloat16, float16"):
         weight_bytes(tiny_config(), "int8")
-    with pytest.raises(ConfigError, match="of K and V is 'int4', expected one of .*float8_e4m3fn"):
+    with pytest.raises(ConfigError, match=r"of K and V is 'int4', expected one of .*float8_e4m3fn"):
         kv_bytes_per_page(tiny_config(), 16, "int4")
 
 

@@ -63,7 +63,7 @@ def test_lines_over_time_are_steps_from_zero():
     axes = drawn(OVER_TIME)
     (line,) = axes.lines
     assert line.get_drawstyle() == "steps-post"
-    assert line.get_ydata().tolist() == [5, 7, 6]
+    assert list(line.get_ydata()) == [5, 7, 6]
     assert axes.get_ylim()[0] == 0
     assert axes.get_legend() is None
 
@@ -72,7 +72,7 @@ def test_sizes_double_from_tick_to_tick():
     axes = drawn(BY_SIZE)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["8", "16", "64"]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert len({line.get_marker() for line in axes.lines}) == 2, "lines differ by more than their colour"
+    assert len({str(line.get_marker()) for line in axes.lines}) == 2, "lines differ by more than their colour"
     assert [line.get_color() for line in axes.lines] == list(COLORS[:2])
 
 
@@ -96,7 +96,7 @@ def test_a_capacity_plan_is_drawn_from_its_json(tmp_path: Path):
 
 @pytest.mark.parametrize("stats", [{}, {"paged": 1, "contiguous": []}, {"paged": {"name": "x"}, "contiguous": []}, []])
 def test_other_statistics_are_refused(stats, tmp_path: Path):
-    with pytest.raises(ConfigError, match="no capacity plan .*`jpaged plan --json`"):
+    with pytest.raises(ConfigError, match=r"no capacity plan .*`jpaged plan --json`"):
         plot_capacity(stats, tmp_path / "plan.png")
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import ConfigError
@@ -32,6 +32,7 @@ def steps(rows):
                 yield (prompt, output), prompt + step
 
 
+@settings(max_examples=50)
 @given(requests, page_sizes, windows)
 def test_the_steady_state_is_the_mean_over_all_steps(rows, page_size, window):
     pages = [len({p // page_size for p in visible(n, window)}) for _, n in steps(rows)]
@@ -42,6 +43,7 @@ def test_the_steady_state_is_the_mean_over_all_steps(rows, page_size, window):
     assert found.partly_filled == pytest.approx(found.slots - found.tokens)
 
 
+@settings(max_examples=50)
 @given(requests, page_sizes)
 def test_at_the_end_the_same_sequences_hold_all_of_their_tokens(rows, page_size):
     totals = np.array([prompt + output for (prompt, output), _ in steps(rows)])
@@ -51,6 +53,7 @@ def test_at_the_end_the_same_sequences_hold_all_of_their_tokens(rows, page_size)
     assert found.slots >= paged(lengths_of(rows), page_size).slots - 1e-9
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 70), st.integers(0, 40), page_sizes, st.integers(1, 90), st.integers(1, 30))
 def test_with_a_window_no_step_holds_more_than_window_and_chunk(prompt, output, page_size, window, chunk):
     """Every step, prefills in chunks and decodes alike: what its first token sees up to its last one."""
@@ -67,6 +70,7 @@ def test_with_a_window_no_step_holds_more_than_window_and_chunk(prompt, output, 
         assert most.slots == needed * page_size
 
 
+@settings(max_examples=50)
 @given(requests, st.sampled_from(["oracle", "pow2", "max"]), st.booleans())
 def test_contiguous_runs_stay_as_they_were_reserved(rows, reservation, buddy):
     run = {

@@ -211,7 +211,7 @@ def mixed_requests():
     rng = np.random.default_rng(9)
     for i in range(S):
         params = SamplingParams(**choices[i % len(choices)])
-        state = load_entry(state, i, *entry_for(params, (5,), V))
+        state = load_entry(state, i, entry_for(params, (5,), V))
         tokens = jnp.asarray(rng.integers(0, V, 20), jnp.int32)
         state = update_counts(state, tokens, jnp.full(20, i, jnp.int32), jnp.arange(20) > 8)
         rows.append(row(params, seed=1000 + i, state_index=i, position=50 + i, num_output_tokens=2))
@@ -260,7 +260,7 @@ class TestIndependenceOfTheBatch:
 
 class TestAdjustments:
     def loaded(self, params, prompt=(), output=(), eos=(), index=2):
-        state = load_entry(make_sampler_state(S, V), index, *entry_for(params, eos, V))
+        state = load_entry(make_sampler_state(S, V), index, entry_for(params, eos, V))
         tokens = jnp.asarray([*prompt, *output], jnp.int32)
         entry = jnp.full(tokens.shape, index, jnp.int32)
         return update_counts(state, tokens, entry, jnp.arange(len(tokens)) >= len(prompt))
@@ -341,7 +341,7 @@ class TestResult:
 
     def test_a_ban_does_not_hide_nan(self):
         params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=[9], logit_bias={9: 1.0})
-        state = load_entry(make_sampler_state(S, V), 0, *entry_for(params, (), V))
+        state = load_entry(make_sampler_state(S, V), 0, entry_for(params, (), V))
         logits = random_logits(16, num_rows=1)
         logits[0, 9] = np.nan
         assert sample_rows(logits, [row(params, state_index=0)], state).tolist() == [-1]

@@ -1,5 +1,7 @@
 """Entries of the sampler's state: loading, counting, isolation."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,7 +27,15 @@ class TestEntryFor:
         assert entry.bias_ids.tolist() == [4, 9] + [V] * (MAX_BIAS_IDS - 2)
         assert entry.bias_values.tolist() == [1.5, -2.0] + [0.0] * (MAX_BIAS_IDS - 2)
         assert entry.banned_ids.tolist() == [2, 3, 8] + [V] * (MAX_BANNED_IDS - 3)
-        assert [array.dtype for array in entry] == [np.int32, np.float32, np.int32]
+        assert [array.dtype for array in entry] == [np.int32, np.float32, np.int32, np.int32, np.bool_]
+        assert not entry.output_counts.any()
+        assert not entry.prompt_mask.any()
+
+    def test_holds_the_tokens_that_no_step_will_count(self):
+        entry = entry_for(SamplingParams(), (), V, prompt=[3, 3, V - 1], output=[7, 0, 7])
+        assert entry.prompt_mask.nonzero()[0].tolist() == [3, V - 1]
+        assert {token: int(entry.output_counts[token]) for token in entry.output_counts.nonzero()[0]} == {0: 1, 7: 2}
+        assert entry.output_counts.shape == entry.prompt_mask.shape == (V,)
 
     def test_the_longest_lists_fit(self):
         params = SamplingParams(
@@ -97,32 +107,56 @@ class TestUpdateCounts:
 
 
 class TestLoadEntry:
-    def test_empties_one_entry_and_sets_its_lists(self):
+    @pytest.mark.parametrize(("prompt", "output"), [((), ()), ((1, 1, 4), (4, 30, 30))])
+    def test_sets_one_entry(self, prompt, output):
         state = update_counts(make_sampler_state(R, V), *random_tokens(5, 300))
+        state = dataclasses.replace(state, last_token=jnp.arange(10, 10 + R + 1, dtype=jnp.int32))
         before = [np.asarray(leaf) for leaf in (state.output_counts, state.prompt_mask)]
-        entry = entry_for(SamplingParams(logit_bias={4: 1.5}, stop_token_ids=[8]), (2,), V)
-        state = load_entry(state, 2, *entry)
+        entry = entry_for(
+            SamplingParams(logit_bias={4: 1.5}, stop_token_ids=[8]), (2,), V, prompt=prompt, output=output
+        )
+        state = load_entry(state, 2, entry)
         others = np.arange(R + 1) != 2
-        for leaf, old in zip((state.output_counts, state.prompt_mask), before, strict=True):
+        new = (entry.output_counts, entry.prompt_mask)
+        for leaf, old, values in zip((state.output_counts, state.prompt_mask), before, new, strict=True):
             assert old[2].any()
-            assert not np.asarray(leaf)[2].any()
+            np.testing.assert_array_equal(np.asarray(leaf)[2], values)
             np.testing.assert_array_equal(np.asarray(leaf)[others], old[others])
+        assert np.asarray(state.output_counts)[2].sum() == len(output)
         for name in ("bias_ids", "bias_values", "banned_ids"):
             np.testing.assert_array_equal(np.asarray(getattr(state, name))[2], getattr(entry, name))
         assert (np.asarray(state.bias_ids)[others] == V).all()
         assert (np.asarray(state.banned_ids)[others] == V).all()
+        assert state.last_token.tolist() == [10, 11, 0, 13, 14, 15]
+
+    def test_steps_go_on_to_count_where_it_left_off(self):
+        entry = entry_for(SamplingParams(), (), V, prompt=[3], output=[5])
+        state = load_entry(make_sampler_state(R, V), 1, entry)
+        tokens, index = jnp.array([5, 6, 9], jnp.int32), jnp.full(3, 1, jnp.int32)
+        state = update_counts(state, tokens, index, jnp.array([True, True, False]))
+        assert state.output_counts[1, jnp.array([5, 6, 9])].tolist() == [2, 1, 0]
+        assert np.asarray(state.prompt_mask)[1].nonzero()[0].tolist() == [3, 9]
 
     def test_the_old_state_is_consumed(self):
         old = make_sampler_state(R, V)
-        load_entry(old, 0, *entry_for(SamplingParams(), (), V))
+        load_entry(old, 0, entry_for(SamplingParams(), (), V))
         assert old.output_counts.is_deleted()
 
     @pytest.mark.parametrize("index", [-1, R, R + 1])
     def test_refuses_the_null_entry_and_what_is_no_entry(self, index):
         with pytest.raises(ValueError, match=rf"index is {index}, expected an entry in \[0, {R}\)"):
-            load_entry(make_sampler_state(R, V), index, *entry_for(SamplingParams(), (), V))
+            load_entry(make_sampler_state(R, V), index, entry_for(SamplingParams(), (), V))
 
-    def test_refuses_a_list_of_another_length(self):
+    @pytest.mark.parametrize(
+        ("name", "shape", "expected"),
+        [
+            ("banned_ids", (3,), r"\(80,\)"),
+            ("output_counts", (V + 1,), rf"\({V},\)"),
+            ("prompt_mask", (1,), rf"\({V},\)"),
+        ],
+    )
+    def test_refuses_a_list_of_another_length(self, name, shape, expected):
         entry = entry_for(SamplingParams(), (), V)
-        with pytest.raises(ValueError, match=r"banned_ids.shape is \(3,\), expected \(80,\)"):
-            load_entry(make_sampler_state(R, V), 0, entry.bias_ids, entry.bias_values, entry.banned_ids[:3])
+        entry = entry._replace(**{name: np.zeros(shape, getattr(entry, name).dtype)})
+        with pytest.raises(ValueError, match=rf"{name}.shape is \({shape[0]},\), expected {expected}"):
+            load_entry(make_sampler_state(R, V), 0, entry)

@@ -24,10 +24,9 @@ def test_every_field_survives():
         frequency_penalty=0.4,
         logit_bias={1: 2.0},
         min_tokens=3,
-        logprobs=5,
     )
     seed = 0x7123456789ABCDEF
-    rows = unpacked([SamplingRow(params, seed, 6, position=77, samples=True, num_output_tokens=2)])
+    rows = unpacked([SamplingRow(params, seed, 6, 77, samples=True, num_output_tokens=2, num_logprobs=5)])
     found = {name: getattr(rows, name)[0].item() for name in vars(rows)}
     expected = {
         "state_index": 6,
@@ -79,6 +78,11 @@ def test_top_k(top_k, expected):
 def test_stops_are_banned_below_min_tokens(num_output_tokens, expected):
     row = SamplingRow(SamplingParams(min_tokens=3), 0, 0, 0, samples=True, num_output_tokens=num_output_tokens)
     assert bool(unpacked([row]).bans_stops[0]) is expected
+
+
+def test_log_probabilities_are_asked_for_by_the_row_not_by_its_parameters():
+    row = SamplingRow(SamplingParams(logprobs=5), 0, 0, 0, samples=True, num_output_tokens=0)
+    assert unpacked([row, row._replace(num_logprobs=8)]).num_logprobs.tolist() == [-1, 8, -1, -1]
 
 
 def test_rows_keep_their_order():

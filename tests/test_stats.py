@@ -15,10 +15,19 @@ def snapshot(counter: StatsCounter, **changes) -> EngineStats:
     values = {
         "now": use(1, 3),
         "num_pages": 10,
-        "pages_free": 8,
+        "pages_free": 4,
+        "pages_cached": 3,
+        "pages_pinned": 1,
         "num_running": 1,
         "num_waiting": 2,
+        "num_finished": 12,
+        "num_generated_tokens": 13,
         "num_preemptions": 3,
+        "num_swaps": 2,
+        "num_copied_pages": 5,
+        "num_evicted_pages": 6,
+        "num_queried_tokens": 70,
+        "num_cached_tokens": 60,
         "num_compilations": 4,
         "compile_s": 0.5,
     }
@@ -53,9 +62,15 @@ def test_a_snapshot_holds_every_counter_and_what_it_was_given():
         setattr(counter, name, value)
     stats = snapshot(counter)
     assert [getattr(stats, name) for name in own] == list(range(1, len(own) + 1))
-    assert (stats.num_pages, stats.pages_free, stats.now, stats.peak) == (10, 8, use(1, 3), use(3, 20))
-    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 2, 3)
+    assert (stats.num_pages, stats.pages_free, stats.now, stats.peak) == (10, 4, use(1, 3), use(3, 20))
+    assert (stats.pages_cached, stats.pages_pinned) == (3, 1)
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions, stats.num_swaps) == (1, 2, 3, 2)
+    assert (stats.num_finished, stats.num_generated_tokens) == (12, 13)
+    assert (stats.num_copied_pages, stats.num_evicted_pages) == (5, 6)
+    assert (stats.num_queried_tokens, stats.num_cached_tokens) == (70, 60)
     assert (stats.num_compilations, stats.compile_s) == (4, 0.5)
+    with pytest.raises(TypeError, match="num_swap"):  # nothing is made up, nothing is lost
+        snapshot(counter, num_swap=1)
 
 
 def test_a_snapshot_does_not_change_any_more():

@@ -10,10 +10,11 @@ from jpaged.batch import BatchPacker
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
 from jpaged.pallas_kernels import make_pages
-from jpaged.request import Request, SamplingParams, Sequence
+from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import make_sampler_state
+from jpaged.sequence import SequenceGroup, SequenceStatus
 from jpaged.step import StepRunner, read_logprobs, read_prompt_logprobs
-from jpaged.step_plan import PlannedRow, StepPlan
+from jpaged.step_plan import StepPlan
 from tests.fakes import dense_logits, tiny_llama
 
 SHAPE, OTHER = StepShape(8, 2, 1), StepShape(1, 1, 1)
@@ -36,9 +37,9 @@ def make_pool(model) -> tuple:
 def make_plan(prompt=PROMPT, **params) -> StepPlan:
     """A step that computes a whole prompt on page 2 and samples."""
     params = SamplingParams(**{"temperature": 0.0, **params})
-    seq = Sequence(Request(request_id="r", prompt_token_ids=tuple(prompt), params=params))
+    (seq,) = SequenceGroup(Request(request_id="r", prompt_token_ids=tuple(prompt), params=params)).seqs
     seq.pages, seq.state_index = [2], 1
-    return StepPlan((PlannedRow(seq, 0, len(prompt), samples=True),))
+    return StepPlan([seq], [0], [len(prompt)], [True], [0], num_decode=0, num_tokens=len(prompt))
 
 
 def pack(plan: StepPlan) -> np.ndarray:
@@ -103,7 +104,7 @@ def test_log_probabilities_are_read_where_they_were_asked_for(runner):
     found = list(read_prompt_logprobs(plan, outputs))
     assert [(position, entry.token_id) for _, position, entry in found] == [(1, 1), (2, 4), (3, 1), (4, 5)]
     for seq, position, entry in found:
-        assert seq is plan.rows[0].seq
+        assert seq is plan.seqs[0]
         assert entry.logprob == pytest.approx(expected[position - 1, entry.token_id], abs=2e-5)
         assert [token for token, _ in entry.top] == np.argsort(-expected[position - 1])[:2].tolist()
 
@@ -113,7 +114,7 @@ def test_log_probabilities_that_nobody_asked_for_are_not_read():
     assert read_logprobs(plan, None)(0) is None  # there is nothing to read from
     assert list(read_prompt_logprobs(plan, None)) == []
     ended = make_plan(prompt_logprobs=1)
-    ended.rows[0].seq.status = ended.rows[0].seq.status.FINISHED
+    ended.seqs[0].status = SequenceStatus.FINISHED
     assert list(read_prompt_logprobs(ended, None)) == []
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -30,6 +31,16 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probability of each token and of the n likeliest, in nats.")
     ] = None,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt; they share its pages.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Answers to sample, of which the --n likeliest are given; or beams.")
+    ] = None,
+    beam_search: Annotated[
+        bool, typer.Option("--beam-search", help="Search for the likeliest answers; needs --temperature 0.")
+    ] = False,
+    length_penalty: Annotated[
+        float, typer.Option(help="Beam search divides log-probabilities by length to this power.")
+    ] = 1.0,
     show_stats: Annotated[bool, typer.Option("--stats", help="Print a table of the run to standard error.")] = False,
     progress: options.Bars = None,
     model: options.Model = options.DEFAULT_MODEL,
@@ -42,11 +53,13 @@ def generate(
     Without a PROMPT, each line of a piped standard input is one; blank lines are passed over. One answer is printed as
     it is; several have a header each.
     """
-    params = sampling.params(logprobs=logprobs)
+    params = sampling.params(
+        logprobs=logprobs, n=n, best_of=best_of, use_beam_search=beam_search, length_penalty=length_penalty
+    )
     texts = _prompts(prompts or [])
-    if stream and (len(texts) > 1 or as_json or logprobs is not None):
+    if stream and (len(texts) > 1 or as_json or logprobs is not None or params.num_sequences > 1):
         raise RequestError(
-            "--stream prints the text of one prompt; it goes with neither several, --json nor --logprobs"
+            "--stream prints one answer to one prompt; it goes with neither several of them, --json nor --logprobs"
         )
     llm = engine.load(model, max_num_seqs=max_num_seqs, progress=progress)
     inputs = [_as_question(text, llm) if chat else text for text in texts]
@@ -114,9 +127,14 @@ def _print_output(text: str, output: Output, tokenizer: "Tokenizer | None", *, h
     if header:
         shortened = " ".join(text.split())
         print(f"==> {shortened if len(shortened) <= 72 else shortened[:71] + '…'} <==")
-    options.write_answer(output.text + "\n")
-    for entry in output.logprobs or ():
-        print(_logprob_line(entry, tokenizer))
+    count = len(output.completions)
+    for completion in output.completions:
+        if count > 1:
+            score = "" if completion.score is None else f", score {completion.score:.4f}"
+            print(f"--- answer {completion.index + 1} of {count}{score}")
+        options.write_answer(completion.text + "\n")
+        for entry in completion.logprobs or ():
+            print(_logprob_line(entry, tokenizer))
     if header and not last:
         print()
 
@@ -139,13 +157,20 @@ def _record(index: int, text: str, output: Output) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "token_ids": list(output.token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
         "num_preemptions": output.num_preemptions,
     }
     if output.logprobs is not None:
-        record["logprobs"] = [
-            {"token_id": e.token_id, "logprob": e.logprob, "top": [list(pair) for pair in e.top]}
-            for e in output.logprobs
+        record["logprobs"] = _logprobs(output.logprobs)
+    if len(output.completions) > 1:
+        record["completions"] = [
+            {**asdict(completion), "logprobs": completion.logprobs and _logprobs(completion.logprobs)}
+            for completion in output.completions
         ]
     if output.error is not None:
         record["error"] = output.error
     return record
+
+
+def _logprobs(entries: tuple[TokenLogprobs, ...]) -> list[dict[str, Any]]:
+    return [{"token_id": e.token_id, "logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in entries]

@@ -55,6 +55,17 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="Of the weights; by default float32 on CPU, bfloat16 elsewhere.", rich_help_panel=_ENGINE),
 ]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep the pages of ended requests for prompts that begin alike.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+HostPages = Annotated[
+    int, typer.Option(help="Pages of host memory for requests that must make room.", rich_help_panel=_ENGINE)
+]
 Implementation = Annotated[
     str | None,
     typer.Option(help="Attention back end; by default chosen by the device.", rich_help_panel=_ENGINE),
@@ -114,15 +125,15 @@ class SamplingOptions:
     seed: Seed = None
     stop: Stop = None
 
-    def params(self, *, logprobs: int | None = None) -> SamplingParams:
-        """The parameters of a request.
+    def params(self, **others: Any) -> SamplingParams:
+        """The parameters of a request; `others` are those of `SamplingParams` that have no option here.
 
         Raises:
           RequestError: an option is out of range.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         stop = [checked_text(text, "--stop") for text in self.stop or ()]
-        return SamplingParams(**given | {"stop": stop, "logprobs": logprobs})
+        return SamplingParams(**given | {"stop": stop} | others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +145,8 @@ class EngineOptions:
     max_model_len: MaxModelLen = None
     dtype: Dtype = None
     implementation: Implementation = None
+    prefix_cache: PrefixCache = True
+    host_pages: HostPages = 0
 
     def config(self, *, max_num_seqs: int = 32, token_buckets: tuple[int, ...] | None = None) -> EngineConfig:
         """The engine's config.
@@ -149,9 +162,17 @@ class EngineOptions:
             raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         budget = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs)
         return EngineConfig(
-            cache=CacheConfig(page_size=self.page_size, num_pages=self.num_pages),
+            cache=CacheConfig(
+                page_size=self.page_size,
+                num_pages=self.num_pages,
+                prefix_cache=self.prefix_cache,
+                host_pages=self.host_pages,
+            ),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=self.max_model_len
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=self.max_model_len,
+                preemption="swap" if self.host_pages else "auto",
             ),
             token_buckets=token_buckets,
             implementation=self.implementation,  # type: ignore  # any text: `EngineConfig` checks it

@@ -21,7 +21,8 @@ def print_stats(engine: "Engine", outputs: Sequence[Output], seconds: float) -> 
     """
     stats, peak = engine.stats(), engine.stats().peak
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    output_tokens = sum(len(output.token_ids) for output in outputs)
+    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+    found = stats.num_cached_tokens / max(stats.num_queried_tokens, 1)
     steps = max(stats.num_steps, 1)
     running_s = max(seconds - stats.compile_s, 1e-9)
     phases = ("plan", "pack", "dispatch", "wait", "update")
@@ -33,7 +34,9 @@ def print_stats(engine: "Engine", outputs: Sequence[Output], seconds: float) -> 
         "steps": f"{stats.num_steps}, {stats.num_step_rows / steps:.1f} requests each",
         "milliseconds a step": ", ".join(f"{p} {getattr(stats, f'{p}_s') / steps * 1e3:.2f}" for p in phases),
         "pages at the peak": f"{peak.pages_used} of {stats.num_pages - 1}, {peak.wasted_fraction:.1%} of them empty",
-        "preemptions": f"{stats.num_preemptions}",
+        "prefix cache": f"{stats.num_cached_tokens} of {stats.num_queried_tokens} tokens found ({found:.1%})",
+        "pages copied": f"{stats.num_copied_pages}",
+        "preemptions": f"{stats.num_preemptions}, {stats.num_swaps} of them to the host",
         "attention": f"{engine.implementation} ({engine.implementation_reason})",
     }
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)

@@ -45,7 +45,7 @@ class Settings:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 4096
     max_passes: int = 0
-    preemption: Literal["recompute", "swap"] = "recompute"
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
     host_slots: int = 0
     prefix_cache: bool = True
     num_sequences: int = 1
@@ -238,8 +238,10 @@ class Replay:
             tokens = [seq.group.request.seed + len(seq.tokens) for seq in plan.seqs]
         else:
             tokens = [_token(seq) for seq in plan.seqs]
+        scores, seqs = self._scores, plan.seqs
+        candidates = None if scores is None else lambda row: scores.of(seqs[row])
         begin = time.perf_counter()
-        self.scheduler.update(plan, tokens, self._scores)
+        self.scheduler.update(plan, tokens, candidates)
         self._host_s += time.perf_counter() - begin
         for seq in plan.seqs:
             if seq.status is SequenceStatus.FINISHED:

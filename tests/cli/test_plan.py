@@ -1,4 +1,4 @@
-"""`jpaged plan`: without jax and without a download, for shapes, configs and files; what it prints and what it refuses."""
+"""`jpaged plan`: without jax and without a download, for shapes, configs and files; tables and refusals."""
 
 import json
 import re

@@ -1,0 +1,392 @@
+"""Allocator, prefix cache, memory manager and scheduler together under random traffic, on a fake device.
+
+Whatever happens around a request, it must answer what it would have answered alone (`tests.scheduler_driver`): what the
+fake model samples depends on what is really in the pages, down to the weights that computed it.
+
+The environment variable JPAGED_MACHINE_STEPS makes the machine run for about so many steps of the scheduler, instead of
+the few thousand of an ordinary run, and print what happened in them:
+
+    JPAGED_MACHINE_STEPS=50000 python -m pytest tests/test_memory_machine.py -q
+"""
+
+import itertools
+import os
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jpaged.errors import PromptTooLongError, RequestError
+from jpaged.preemption import PreemptionCosts
+from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
+from jpaged.step_plan import StepPlan
+from tests.scheduler_driver import EOS, VOCAB, Driver, make_group, make_scheduler, undisturbed
+
+LONG = int(os.environ.get("JPAGED_MACHINE_STEPS", "0"))
+STEPS_AN_EXAMPLE = 60  # measured, about
+
+PREFIXES = tuple(tuple((3 * i * i + 5 * i + which) % VOCAB for i in range(24)) for which in (1, 2))
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([4, 2, 1]),
+        "num_pages": st.integers(6, 26),
+        "host_pages": st.sampled_from([0, 4, 30]),
+        "sliding_window": st.sampled_from([None, None, 3, 9]),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
+        "max_num_seqs": st.integers(2, 6),
+        "budget": st.integers(6, 18),
+        "max_model_len": st.integers(8, 40),
+        "max_chunk_tokens": st.sampled_from([None, 3, 1]),
+        "max_passes": st.sampled_from([32, 2, 0]),
+        "headroom_pages": st.sampled_from([0, 1, 2]),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "preemption": st.sampled_from(["auto", "swap", "recompute"]),
+    }
+)
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prefix": st.integers(0, len(PREFIXES) - 1),
+        "shared": st.sampled_from([9, 0, 4, 12, 16, 24]),
+        "tail": st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        "kind": st.sampled_from(["sample", "sample", "n", "n", "best_of", "beam", "score", "pin"]),
+        "width": st.integers(2, 4),
+        "max_tokens": st.one_of(st.integers(1, 24), st.none()),
+        "min_tokens": st.sampled_from([0, 0, 3]),
+        "ignore_eos": st.sampled_from([True, True, False]),
+        "stop_token_ids": st.sampled_from([[], [], [3], [5, EOS]]),
+        "early_stopping": st.sampled_from([False, True, "never"]),
+        "cache_salt": st.sampled_from([None, None, None, "a"]),
+        "priority": st.integers(0, 2),
+        "seed": st.integers(0, 30),
+    }
+)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Plans run up to two steps ahead of results; requests are aborted and stopped from outside in between."""
+
+    totals: ClassVar[Counter[str]] = Counter()
+
+    @initialize(config=CONFIGS, depth=st.sampled_from([1, 0, 2]), requests=st.lists(REQUESTS, min_size=2, max_size=6))
+    def make(self, config: dict[str, Any], depth: int, requests: list[dict[str, Any]]) -> None:
+        note(f"{config}, {depth=}")
+        self.config, self.depth, self.counts = config, depth, Counter()
+        self.scheduler = make_scheduler(**config)
+        if config["preemption"] == "auto":  # swaps what has three tokens more than pages
+            costs = PreemptionCosts(prefill_s_per_token=1.0, swap_s=3.0, swap_s_per_page=1.0)
+            self.scheduler._queues._costs = costs
+        self.driver = Driver(self.scheduler)
+        self.memory, self.allocator = self.driver.memory, self.driver.memory.allocator
+        self.chunk = min(config["max_chunk_tokens"] or config["budget"], config["budget"])
+        self.ids = itertools.count()
+        self.live: list[SequenceGroup] = []  # in the order of arrival
+        self.pinned: list[str] = []  # names that were not unpinned
+        self.versions: dict[SequenceGroup, int] = {}  # weights that those were begun with which have been
+        self.mixed: set[SequenceGroup] = set()  # lived through a change of weights
+        self.stopped: set[Sequence] = set()  # from outside
+        self.expected: dict[Sequence, list[int]] = {}
+        for request in requests:
+            self.add(request)
+
+    # ------------------------------------------------------------------------------------------ what happens
+
+    @rule(request=REQUESTS)
+    def add(self, request: dict[str, Any]) -> None:
+        group = self.make_group(dict(request))
+        fits = self.fits(group)
+        note(f"add {group.request}, {fits=}")
+        before = self.allocator.num_available
+        try:
+            self.scheduler.add(group)
+        except PromptTooLongError:
+            assert not fits
+        except RequestError:
+            sequences, pin = group.request.params.num_sequences, group.request.pin
+            assert sequences > self.config["max_num_seqs"] or (pin and self.is_in_the_way(group))
+        else:
+            assert fits
+            self.live.append(group)
+            if group.request.pin:
+                self.pinned.append(group.request.request_id)
+        assert self.allocator.num_available == before  # nothing is taken ahead
+
+    @rule(num_steps=st.integers(1, 12))
+    def run(self, num_steps: int) -> None:
+        """As the engine does: results are read once more than `depth` steps are in flight."""
+        for _ in range(num_steps):
+            if len(self.driver.in_flight) <= self.depth:
+                self.dispatch()
+            if len(self.driver.in_flight) > self.depth:
+                self.collect()
+
+    @precondition(lambda self: len(self.driver.in_flight) <= self.depth)
+    @rule()
+    def dispatch(self) -> None:
+        running = self.scheduler.running
+        computed = {seq: seq.num_computed_tokens for group in self.live for seq in group.seqs}
+        fresh = {group for group in self.live if not group.num_preemptions and group not in self.versions}
+        plan = self.driver.dispatch()
+        self.counts["steps"] += 1
+        if plan is None:
+            # Nothing in flight, so something could have been computed.
+            assert self.driver.in_flight or not self.live
+        else:
+            note(f"plan {[(*name(row.seq), *row[1:]) for row in plan.rows]} {plan.transfers}")
+            self.check_plan(plan, running, computed, fresh)
+        self.state_is_sound()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def collect(self) -> None:
+        plan, results = self.driver.in_flight[0]
+        ended = {seq for seq in plan.seqs if seq.is_finished}
+        new_tokens = self.driver.collect()
+        for seq, token, sampled, samples in zip(plan.seqs, new_tokens, results.tokens, plan.samples, strict=True):
+            plain = samples and seq not in ended and seq.group.beam is None and sampled >= 0
+            assert token == (sampled if plain else None)
+            if plain:
+                assert seq.tokens[-1] == token
+                self.check_output_so_far(seq)
+        self.note_ended()
+        self.state_is_sound()
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 20), how=st.sampled_from(["abort", "stop"]))
+    def end_from_outside(self, which: int, how: str) -> None:
+        group = self.live[which % len(self.live)]
+        note(f"{how} {group.request.request_id}")
+        if how == "abort":
+            self.stopped.update(group.live)
+            assert self.scheduler.abort(group.request.request_id)
+            assert not self.scheduler.abort(group.request.request_id)
+            assert all(seq.is_finished for seq in group.seqs)
+            if group.request.pin:
+                self.pinned.remove(group.request.request_id)
+        elif group.beam is None:
+            seq = group.live[which % len(group.live)]
+            self.stopped.add(seq)
+            self.scheduler.finish(seq, "stop", "###")
+            assert (seq.finish_reason, seq.stop_reason) == ("stop", "###")
+        self.note_ended()
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 20))
+    def unpin(self, which: int) -> None:
+        name = self.pinned.pop(which % len(self.pinned))
+        assert self.scheduler.unpin(name)
+        assert not self.scheduler.unpin(name)
+
+    @rule(weights=st.sampled_from([True, True, False]))
+    def forget(self, weights: bool) -> None:
+        """New weights, or merely nothing in the prefix cache."""
+        note(f"forget, {weights=}")
+        if weights:
+            self.mixed |= self.versions.keys()
+            self.driver.change_weights()
+        else:
+            self.scheduler.reset_prefix_cache()
+        begun = {group.request.request_id for group in self.live if group.seqs[0].num_computed_tokens}
+        waiting = {group.request.request_id for group in self.live} - begun
+        self.pinned = [name for name in self.pinned if name in waiting]
+        assert self.allocator.num_cached == self.memory.num_pinned_pages == 0
+
+    @rule()
+    def drain(self) -> None:
+        for _ in range(2_000):
+            if not (self.live or self.driver.in_flight):
+                return
+            self.run(1)
+        raise AssertionError("some request never ends")
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def make_group(self, request: dict[str, Any]) -> SequenceGroup:
+        prefix = PREFIXES[request.pop("prefix")][: request.pop("shared")]
+        prompt = (*prefix, *request.pop("tail")) or (1,)
+        kind, width, early_stopping = request.pop("kind"), request.pop("width"), request.pop("early_stopping")
+        if kind == "n":
+            request["n"] = width
+        elif kind == "best_of":
+            request["best_of"] = width
+        elif kind == "beam":
+            request |= {"use_beam_search": True, "temperature": 0.0, "best_of": width, "n": width // 2}
+            request["early_stopping"] = early_stopping
+        elif kind in ("score", "pin"):
+            request |= {"max_tokens": 0, "min_tokens": 0, "pin": kind == "pin" and self.config["prefix_cache"]}
+            request["prompt_logprobs"] = 0 if kind == "score" else None
+        if request["max_tokens"] is not None:
+            request["min_tokens"] = min(request["min_tokens"], request["max_tokens"])
+        number = next(self.ids)
+        return make_group(f"r{number}", prompt, arrival_time_s=4.0 * number, **request)
+
+    def pages_at_most(self, group: SequenceGroup, num_tokens: int) -> int:
+        """Pages of a whole group that has grown to so many tokens a sequence."""
+        size, window, count = self.config["page_size"], self.config["sliding_window"], group.request.params.num_sequences
+        pages = -(-num_tokens // size)
+        if window is not None:
+            return count * min(pages, -(-(window + self.chunk) // size) + 1)
+        shared = len(group.request.prompt_token_ids) // size
+        return shared + count * (pages - shared)
+
+    def fits(self, group: SequenceGroup) -> bool:
+        params, num_prompt = group.request.params, len(group.request.prompt_token_ids)
+        most = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+        total = num_prompt + most
+        if params.num_sequences > self.config["max_num_seqs"] or total > self.config["max_model_len"]:
+            return False
+        if self.pages_at_most(group, total) > self.memory.capacity:
+            return False
+        return not (group.request.pin and self.is_in_the_way(group))
+
+    def is_in_the_way(self, pin: SequenceGroup) -> bool:
+        """Whether somebody could not grow to the end beside these pins."""
+        left = self.memory.capacity - self.allocator.pages_for(len(pin.request.prompt_token_ids))
+        return any(self.pages_at_most(group, group.limit) > left for group in self.live)
+
+    # ------------------------------------------------------------------------------------------ what must hold
+
+    def check_plan(
+        self,
+        plan: StepPlan,
+        running: tuple[SequenceGroup, ...],
+        computed: dict[Sequence, int],
+        fresh: set[SequenceGroup],
+    ) -> None:
+        rows = list(plan.rows)
+        assert rows or any(plan.transfers)
+        assert rows or not plan.admitted
+        assert len({row.seq for row in rows}) == len(rows) <= self.config["max_num_seqs"]
+        assert plan.num_tokens == sum(row.num_tokens for row in rows) <= self.config["budget"]
+        shape = [0 if row.num_tokens == 1 else 1 if row.num_tokens else 2 for row in rows]
+        assert shape == sorted(shape)
+        assert shape.count(0) == plan.num_decode
+        for index, row in enumerate(rows):
+            seq, group = row.seq, row.seq.group
+            assert row.num_tokens <= self.chunk
+            assert (row.source == index) == (row.num_tokens > 0)
+            assert row.kv_len == seq.num_computed_tokens
+            assert row.samples == (seq.num_pending > 0)
+            assert seq.status is group.status is SequenceStatus.RUNNING
+            if group in fresh and row.num_tokens:  # it begins with what the cache had
+                assert row.start == seq.num_cached_tokens < seq.num_prompt_tokens
+                assert row.start == 0 or group.request.params.prompt_logprobs is None
+            elif seq in computed and row.num_tokens and not group.num_preemptions:
+                assert row.start == computed[seq]
+            self.versions.setdefault(group, self.driver.device.version)
+        for group in plan.preempted:
+            assert group in running
+            assert not any(row.seq.group is group for row in rows)
+        assert not (plan.preempted and plan.admitted)
+        assert all(seq.state_index is not None for seq in plan.admitted)
+        if running and rows:  # the first one is never preempted
+            assert running[0] not in plan.preempted
+        self.counts.update(
+            rows=len(rows),
+            transfers=sum(map(len, plan.transfers)),
+            forks=shape.count(2),
+            resumed=len({seq.group for seq in plan.admitted if seq.group.num_preemptions}),
+        )
+
+    def check_output_so_far(self, seq: Sequence) -> None:
+        if seq.group in self.mixed:
+            return
+        if seq not in self.expected:
+            version, window = self.versions[seq.group], self.config["sliding_window"]
+            self.expected[seq] = undisturbed(seq.request, seq.index, seq.group.limit, window, version).output
+        output = seq.output_token_ids
+        assert output == self.expected[seq][: len(output)], f"{name(seq)} answers {output}, not {self.expected[seq]}"
+
+    def note_ended(self) -> None:
+        for group in self.live:
+            if not group.is_finished:
+                continue
+            self.counts["ended"] += 1
+            for seq in group.seqs:
+                assert (seq.pages, seq.host_pages, seq.state_index, seq.num_pending) == ([], [], None, 0)
+            if group in self.mixed or any(seq in self.stopped for seq in group.seqs):
+                self.counts["mixed"] += group in self.mixed
+                for seq in group.seqs if group.beam is None and group in self.versions else ():
+                    self.check_output_so_far(seq)
+            else:
+                self.driver.check_answers(group, self.versions[group])
+        self.live = [group for group in self.live if not group.is_finished]
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        scheduler, allocator, memory = self.scheduler, self.allocator, self.memory
+        scheduler.check_invariants()
+        assert allocator.num_free + allocator.num_cached + allocator.num_used + 1 == allocator.num_pages
+        held = {page for group in self.live for seq in group.seqs for page in seq.pages if page}
+        pins = memory._pins.pages
+        assert allocator.num_used == len(held | pins)
+        assert set(scheduler.running) | set(scheduler.waiting) == set(self.live)
+        assert scheduler.has_work == bool(self.live)
+        in_flight = Counter(
+            seq for plan, _ in self.driver.in_flight for seq, samples in zip(plan.seqs, plan.samples, strict=True) if samples
+        )
+        for group in self.live:
+            limit = group.limit
+            for seq in group.live:
+                assert seq.num_pending == in_flight[seq]
+                assert seq.num_tokens <= limit
+            if self.config["sliding_window"] is not None:
+                continue
+            pages = {page for seq in group.seqs for page in seq.pages}
+            assert len(pages) <= self.pages_at_most(group, limit)
+        ranks = [group.rank for group in scheduler.running]
+        assert ranks == sorted(ranks)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.drain()
+        self.state_is_sound()
+        for name in self.pinned:
+            assert self.scheduler.unpin(name)
+        assert self.allocator.num_used == 0
+        if self.memory.host_allocator is not None:
+            assert self.memory.host_allocator.num_used == 0
+        cache = self.memory.prefix_cache
+        self.counts.update(
+            examples=1,
+            requests=next(self.ids),
+            tokens_computed=self.driver.device.num_computed,
+            preemptions=self.scheduler.num_preemptions,
+            swaps=self.scheduler.num_swaps,
+            hit_tokens=self.memory.num_hit_tokens,
+            copies=self.memory.num_copied_pages,
+            evictions=cache.num_evictions if cache is not None else 0,
+            weight_changes=self.memory.weight_version,
+        )
+        self.totals.update(self.counts)
+
+
+def name(seq: Sequence) -> tuple[str, int]:
+    return seq.request.request_id, seq.index
+
+
+TestMemoryMachine = MemoryMachine.TestCase
+TestMemoryMachine.settings = settings(
+    max_examples=LONG // STEPS_AN_EXAMPLE or 60,
+    stateful_step_count=20,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_the_machine_met_what_it_is_for(capsys):
+    """Runs after the machine, and prints what it did in a long run."""
+    totals = MemoryMachine.totals
+    if not totals:
+        pytest.skip("the machine itself was not run")
+    if LONG:
+        with capsys.disabled():
+            print("\n" + ", ".join(f"{count:,} {what}" for what, count in sorted(totals.items())))
+    for what in ("preemptions", "swaps", "resumed", "hit_tokens", "copies", "evictions", "forks", "weight_changes"):
+        assert totals[what] > 0, f"no {what} in {totals['steps']} steps"
