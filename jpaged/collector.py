@@ -93,7 +93,7 @@ class Collector:
 
         ended_before = [seq.is_finished for seq in plan.seqs]
         new_tokens = self._scheduler.update(plan, token_ids[: plan.num_seqs].tolist(), candidates)
-        outputs: list[Output] = []
+        ended: dict[str, _Live] = {}
         advanced: dict[str, _Live] = {}
         for row, (seq, token) in enumerate(zip(plan.seqs, new_tokens, strict=True)):
             request_id = seq.group.request.request_id
@@ -108,12 +108,11 @@ class Collector:
             if seq.is_finished and not ended_before[row] and live.builder.error is None:
                 live.builder.finish(seq)
             if live.group.is_finished:
-                outputs.append(self._close(live))
-                advanced.pop(request_id, None)
+                ended[request_id] = live  # other answers of it may have rows further down
             elif live.stream and token is not None:
                 advanced[request_id] = live
-        outputs += [live.builder.output() for live in advanced.values()]
-        return outputs
+        outputs = [self._close(live) for live in ended.values()]
+        return outputs + [live.builder.output() for request_id, live in advanced.items() if request_id not in ended]
 
     def _take_token(self, live: _Live, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         self.num_generated_tokens += 1

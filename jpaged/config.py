@@ -83,7 +83,8 @@ class SchedulerConfig:
         that it came before them, so that none waits for ever.
       max_chunk_tokens: prompt tokens of one sequence in one step at the most, so that a long prompt leaves room for
         others; `None`: the whole budget.
-      headroom_pages: pages that must be left for each running sequence when another one is admitted.
+      headroom_pages: pages that must be left for each running sequence when another one is admitted, but no more than a
+        twelfth of the pool.
       max_passes: younger requests that may be admitted past one that does not fit into the pool yet; then all wait
         until it does. 0: the order is strict.
       preemption: what becomes of the KV of a preempted sequence: "recompute", compute it again; "swap", move it to the
@@ -124,14 +125,15 @@ class SchedulerConfig:
         _require(
             chunk is None or (_is_int(chunk) and chunk >= 1), "max_chunk_tokens", chunk, "an integer of at least 1"
         )
-        _require(
-            _is_int(self.headroom_pages) and self.headroom_pages >= 0, "headroom_pages", self.headroom_pages, ">= 0"
-        )
-        _require(_is_int(self.max_passes) and self.max_passes >= 0, "max_passes", self.max_passes, "at least 0")
+        for name in ("headroom_pages", "max_passes"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 0, name, value, "an integer of at least 0")
         ways = ("auto", "recompute", "swap")
         _require(self.preemption in ways, "preemption", self.preemption, f"one of {', '.join(ways)}")
         costs = self.preemption_costs
         _require(costs is None or isinstance(costs, str), "preemption_costs", costs, "a path or None")
+        unread = f"None with preemption {self.preemption!r}, which does not read it"
+        _require(costs is None or self.preemption == "auto", "preemption_costs", costs, unread)
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"a {kind.__name__}")
+        if not self.cache.host_pages:
+            how, costs, why = self.scheduler.preemption, self.scheduler.preemption_costs, "there are no host_pages"
+            _require(how != "swap", "preemption", how, f"'auto' or 'recompute': {why} (CacheConfig)")
+            _require(costs is None, "preemption_costs", costs, f"None: {why} (CacheConfig)")
         for name in ("run_ahead", "check_invariants", "compilation_cache"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name, least in (("token_buckets", self.scheduler.max_num_batched_tokens), ("page_buckets", 1)):

@@ -233,8 +233,7 @@ class Engine:
 
         Raises:
           RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
-          KeyboardInterrupt: all requests have ended, without an `Output`, and all cached and pinned prefixes are
-            forgotten; the engine takes new requests.
+          KeyboardInterrupt: all requests have ended, without an `Output`; prefixes and pins are forgotten; go on.
           RuntimeError: a step failed before; after any other error the engine is of no more use.
         """
         self._check_alive()

@@ -18,6 +18,7 @@ from jpaged.ranked_groups import RankedGroups
 from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
 
 WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
+_HEADROOM_PARTS = 12  # of the pool; headroom is one of them at the most
 _MAX_TRIED = 8  # waiting groups that are tried behind one that does not fit
 
 
@@ -66,7 +67,10 @@ class GroupQueues:
         Args:
           unfinished: sequences that run and have more tokens than were computed: pages for these are not given away.
         """
+        if not len(self.preempted) and not len(self.waiting):
+            return None
         due = sum(self._num_pages_due(seq) for seq in unfinished)
+        due += sum(self._num_pages_to_keep(seq) for seq in self.running_seqs if seq.group.num_recomputed)
         if len(self.preempted):
             group = self.preempted[0]
             # A pending token is not known to the host yet, and the device's copy of it was given up.
@@ -97,13 +101,22 @@ class GroupQueues:
         held = len(seq.pages) - seq.pages.count(0)
         return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
 
+    def _num_pages_to_keep(self, seq: Sequence) -> int:
+        """Half of what a sequence may yet grow by, since not all are at their limits at once.
+
+        So much is kept for each sequence that was recomputed, lest it is again.
+        """
+        memory = self._memory
+        now = memory.pages_at_most(seq.num_tokens, self._chunk)
+        return max(memory.pages_at_most(seq.group.limit, self._chunk) - now, 0) // 2
+
     def _fits(self, group: SequenceGroup, due: int) -> bool:
         memory, live = self._memory, group.live
         available, alone = memory.allocator.num_available, not len(self.running)
         if self._num_state_indices(group) > len(self._free_state_indices):
             return False
         # Without room to grow for those that run, the newcomer would be preempted a few steps later.
-        available -= due + self._config.headroom_pages * len(self.running_seqs)
+        available -= due + min(self._config.headroom_pages * len(self.running_seqs), memory.capacity // _HEADROOM_PARTS)
         if group.num_pages_lacking > available and not alone:
             return False  # what it needs has hardly changed since it was looked up
         if any(seq.host_pages for seq in live):
@@ -114,6 +127,8 @@ class GroupQueues:
             shared = 0 if memory.sliding_window is not None else live[0].num_prompt_tokens // memory.allocator.page_size
             for seq in live[1:]:
                 needed += memory.pages_at_most(seq.num_tokens, self._chunk) - shared
+        if group.num_recomputed and not alone:
+            needed += sum(map(self._num_pages_to_keep, live))
         fits = needed <= available
         group.num_pages_lacking = 0 if fits else needed
         return fits
@@ -153,6 +168,10 @@ class GroupQueues:
                 return last
         may_go = last is None and (not group.num_recomputed or len(self.running) == 1)
         return group if may_go else None
+
+    def victim_of_all(self) -> SequenceGroup:
+        """Who is preempted when none of several groups can go on: as `victim_for` the first of them, but somebody."""
+        return self.victim_for(self.running[0]) or self.running[-1]
 
     def preempt(self, group: SequenceGroup) -> None:
         """Takes all pages and state indices of a running group; it will come back before anybody new."""

@@ -99,9 +99,9 @@ class MemoryManager:
         return self._pins.num_pages
 
     def capacity_for(self, request: Request) -> int:
-        """Pages that the sequences of a request can have: `capacity`, and the pinned ones that it shares."""
+        """Pages that the sequences of a request can have: `capacity`, and the pinned ones that it shares to its end."""
         pinned, prompt = self._pins.pages, request.prompt_token_ids
-        if not pinned or self.prefix_cache is None or request.params.prompt_logprobs is not None:
+        if not pinned or self.prefix_cache is None or request.params.prompt_logprobs is not None or self.sliding_window:
             return self.capacity
         hit = self.prefix_cache.find(self._key(request), token_bytes(prompt), max_tokens=len(prompt) - 1)
         return self.capacity + sum(page in pinned for page in hit.pages)

@@ -1,6 +1,7 @@
 """`PreemptionCosts`: whether a preempted sequence had better be moved to the host or computed again."""
 
 import json
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class PreemptionCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
                 raise ConfigError(f"{field.name} is {value!r}, expected a positive number of seconds")
 
     def prefers_swap(self, *, num_tokens: int, num_pages: int) -> bool:
@@ -42,13 +43,14 @@ class PreemptionCosts:
 
     @classmethod
     def load(cls, path: str | Path) -> "PreemptionCosts":
-        """Reads the JSON that `scripts/bench_swap.py` printed: an object, of which the three constants are read.
+        """Reads what `scripts/bench_swap.py` printed: the last line, an object of which the three constants are read.
 
         Raises:
           ConfigError: there is no such file, or it does not hold them.
         """
         try:
-            found = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+            found = json.loads(text[text.rfind("\n{") + 1 :])  # tables may stand before it
         except (OSError, ValueError) as error:
             raise ConfigError(f"no preemption costs in {path}: {error}") from None
         names = [field.name for field in fields(cls)]

@@ -76,13 +76,13 @@ class CachedPage:
     """
 
     digest: bytes
-    parent: "CachedPage | None"
+    parent: "CachedPage | None" = field(repr=False)
     tokens: bytes
     page: int | None = None
     attached: bool = True
     num_children: int = 0
-    older: "CachedPage | None" = None
-    newer: "CachedPage | None" = None
+    older: "CachedPage | None" = field(default=None, repr=False)
+    newer: "CachedPage | None" = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class PrefixCache:
                 if window is None:
                     break
                 present_from = len(chain) - 1
-            elif window is None or present_from <= self._first_seen((len(chain) - 1) * size):
+            if window is None or present_from <= self._first_seen((len(chain) - 1) * size):
                 best = len(chain) - 1
         del chain[best + 1 :]
         partial, length = self._best_partial(chain[-1], tokens[best * width : max_tokens * TOKEN_BYTES], unwritten)

@@ -179,7 +179,7 @@ class Scheduler:
         self._memory.start_plan()
         self._fill(rows)
         while not rows and len(queues.running) > 1 and not any(seq.num_pending for seq in queues.running_seqs):
-            self._preempt(queues.running[-1], rows)  # they all waited for each other's pages
+            self._preempt(queues.victim_of_all(), rows)  # they all waited for each other's pages
             self._fill(rows)
         transfers = self._memory.take_transfers()
         return rows.build(transfers) if rows or any(transfers) else None

@@ -45,7 +45,7 @@ class Sequence:
       num_cached_tokens: prompt tokens found in the prefix cache when it first ran.
     """
 
-    group: "SequenceGroup"
+    group: "SequenceGroup" = field(repr=False)
     index: int = 0
     tokens: list[int] = field(default_factory=list)
     num_pending: int = 0
@@ -55,7 +55,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     pages_version: int = 0
     host_pages: list[int] = field(default_factory=list)
-    chain: "list[CachedPage]" = field(default_factory=list)
+    chain: "list[CachedPage]" = field(default_factory=list, repr=False)
     state_index: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

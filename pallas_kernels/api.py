@@ -6,11 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Float32
 
-from .dispatch import current_platform, resolve_implementation
+from .compat import current_gpu
+from .dispatch import current_platform, resolve_implementation, supported_implementations
+from .gpu_plan import GPUWork, plan_gpu
 from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .rope import Rope, apply_rope
+from .tuning import choose_gpu_blocks
 from .validate import validate_metadata, validate_new_kv, validate_static
 from .xla import AttentionOptions, paged_attention_xla
 from .xla_plan import XLAWork, plan_xla
@@ -39,7 +42,11 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     """
     validate_metadata(meta, meta.positions.shape[0])
     resolve_implementation(spec.implementation, spec=spec)
-    return dataclasses.replace(meta, work=plan_xla(meta, spec.page_size, current_platform()))
+    work = plan_xla(meta, spec.page_size, current_platform())
+    gpu = current_gpu()
+    if gpu is not None and "mosaic_gpu" in supported_implementations(spec=spec):
+        work = plan_gpu(meta, work, choose_gpu_blocks(spec.head_dim, gpu.multiprocessors))
+    return dataclasses.replace(meta, work=work)
 
 
 def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata) -> KVPages:
@@ -122,12 +129,15 @@ def paged_attention(
       Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, https://arxiv.org/abs/2309.06180.
     """
     validate_static(q, kv_pages, meta, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks)
-    resolve_implementation(implementation, spec=kv_pages.spec)
+    queries = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    name, _ = resolve_implementation(implementation, spec=kv_pages.spec, q=queries)
     if meta.work is None:
         meta = plan_attention(meta, kv_pages.spec)
-    elif not isinstance(meta.work, XLAWork):
+    if name == "xla" and isinstance(meta.work, GPUWork):
+        meta = dataclasses.replace(meta, work=meta.work.xla)
+    if not isinstance(meta.work, GPUWork if name == "mosaic_gpu" else XLAWork):
         raise ValueError(
-            f"meta.work is a {type(meta.work).__name__}; expected the schedule of 'xla': call plan_attention with the "
+            f"meta.work is a {type(meta.work).__name__}; expected the schedule of {name!r}: call plan_attention with the "
             "spec of these pages"
         )
     options = AttentionOptions(
@@ -135,7 +145,11 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
-    out, lse = paged_attention_xla(q, kv_pages, meta, sinks, options, with_lse=return_lse)
+    if name == "mosaic_gpu":
+        from .decode_gpu import paged_attention_gpu as attend  # needs jax 0.11
+    else:
+        attend = paged_attention_xla
+    out, lse = attend(q, kv_pages, meta, sinks, options, with_lse=return_lse)
     return out if lse is None else (out, lse)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
-from .gpu_plan import TILE_ROWS
+from .tuning import TILE_ROWS
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -225,19 +225,19 @@ def join_pieces(refs, scalars, *, group: int, head_dim: int) -> None:
         thread = _thread()
         leader = _equal(thread, _i32(0))
         zero = utils.c(0, ir.IndexType.get())
-        # The barrier orders all threads' stores before the leader's release, and its acquire before all their loads.
+        # The barrier puts all threads' stores before the leader's fence, which makes them visible before the count is.
         utils.warpgroup_barrier()
         with utils.when(leader):
             counter, _ = _address(counters, [first_worker])
             utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             before = utils.inline_ptx(
-                "atom.global.add.acq_rel.gpu.u32 $0, [$1], 1;", counter, result_types=i32, has_side_effects=True
+                "atom.global.add.relaxed.gpu.u32 $0, [$1], 1;", counter, result_types=i32, has_side_effects=True
             )
-            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             memref.store(before, flag, [zero])
         utils.warpgroup_barrier()
         before = memref.load(flag, [zero])
         with utils.when(_equal(before, arith.subi(pieces, _i32(1)))):
+            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
             with utils.when(leader):
                 _store(_i32(0), counters, [first_worker])
             _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first_worker, group, head_dim)
@@ -298,17 +298,17 @@ def _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first
         return []
 
 
-def zero_padding(out_ref, lse_ref, cu_q_lens, block, *, num_blocks: int) -> None:
+def zero_padding(out_ref, lse_ref, live_tokens, block, *, num_blocks: int) -> None:
     """Zeroes the outputs of tokens after the last row's; a block of threads takes every `num_blocks`-th."""
     with_lse = lse_ref is not None
 
-    @plgpu.inline_mgpu(arg_types=(_REF, *[_REF] * with_lse, _REF, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(_REF, *[_REF] * with_lse, _SCALAR, _SCALAR))
     def zero(_, *args):
         args = list(args)
         out, lse = args.pop(0), args.pop(0) if with_lse else None
-        cu, block = args[0], _scalar(args[1])
+        live_tokens, block = map(_scalar, args)
         num_tokens, heads, head_dim = ir.MemRefType(out.type).shape
-        first = arith.addi(_load(cu, [_i32(ir.MemRefType(cu.type).shape[0] - 1)]), block)
+        first = arith.addi(live_tokens, block)
         count = _ceil_div(arith.subi(_i32(num_tokens), first), num_blocks)
         width = 4
         zeros = _splat(utils.c(0.0, ir.MemRefType(out.type).element_type), width)
@@ -337,4 +337,4 @@ def zero_padding(out_ref, lse_ref, cu_q_lens, block, *, num_blocks: int) -> None
 
             return []
 
-    zero(out_ref, *[lse_ref] * with_lse, cu_q_lens, block)
+    zero(out_ref, *[lse_ref] * with_lse, live_tokens, block)

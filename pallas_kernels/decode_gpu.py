@@ -16,49 +16,36 @@ Reference:
 
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
 
 from . import gpu_plan as plan
 from .combine_gpu import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
+from .metadata import PagedMetadata
+from .pages import KVPages
+from .tuning import GPUBlocks
+from .xla import AttentionOptions
 
 _LOG2E = math.log2(math.e)
 _WARPS = 4  # of a warpgroup
+_CONSUMER_FIELDS = (
+    plan.HEAD,
+    plan.TOKEN,
+    plan.NUM_TOKENS,
+    plan.POSITION,
+    plan.KV_START,
+    plan.NUM_BLOCKS,
+    plan.SLOT,
+    plan.PIECES,
+    plan.FIRST_WORKER,
+)
 _LOWEST = -1e30  # below every score; finite, so that the difference of two of them is 0 and not NaN
-
-
-@dataclass(frozen=True)
-class GPUBlocks:
-    """Static choices of the kernel.
-
-    Attributes:
-      block_kv: KV tokens of a tile in shared memory and of a matrix product.
-      stages: tiles in a consumer's ring.
-      consumers: computing warpgroups of a block of threads.
-      num_blocks: blocks of threads, one a multiprocessor.
-      min_share: least work of a worker, in KV blocks.
-      swizzle: bytes of a row of the swizzled tiles.
-      overlap: the launch may overlap the end of the kernel before (programmatic dependent launch).
-    """
-
-    block_kv: int
-    stages: int
-    consumers: int
-    num_blocks: int
-    min_share: int
-    swizzle: int
-    overlap: bool
-
-    @property
-    def num_workers(self) -> int:
-        return self.consumers * self.num_blocks
 
 
 def _row_tokens(group: int, shape: tuple[int, int]) -> jax.Array:
@@ -79,8 +66,8 @@ def _mask(s, position, kv, *, group, sliding_window):
 
 def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse):
     """Walks a worker's share: the computing warpgroups."""
-    q_ref, _, records, _, counters, sinks_ref, total_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs
-    q_smem, k_smem, v_smem, flags, k_full, v_full, freed = scratch
+    q_ref, _, records, _, counters, sinks_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs
+    q_smem, k_smem, v_smem, flags, k_full, v_full, k_freed, v_freed = scratch
     me, block = lax.axis_index("wg"), lax.axis_index("block")
     worker = me * blocks.num_blocks + block
     bkv, stages, rows = blocks.block_kv, blocks.stages, plan.TILE_ROWS
@@ -88,13 +75,22 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
     scale, cap, window = options.scale * _LOG2E, options.soft_cap, options.sliding_window
     following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
-    def piece(i, step):
+    @pl.when(me == 0)
+    def _():
+        zero_padding(out_ref, lse_ref, records[worker, plan.LIVE_TOKENS], block, num_blocks=blocks.num_blocks)
+
+    def fetch(i):
+        """The i-th piece's record and queries."""
         at = jnp.where(i == 0, worker, following + i - 1)
-        head, token, num_tokens = (records[at, f] for f in (plan.HEAD, plan.TOKEN, plan.NUM_TOKENS))
-        position, kv_start, num_blocks = (records[at, f] for f in (plan.POSITION, plan.KV_START, plan.NUM_BLOCKS))
-        slot, pieces, first_worker = (records[at, f] for f in (plan.SLOT, plan.PIECES, plan.FIRST_WORKER))
+        record = [records[at, field] for field in _CONSUMER_FIELDS]
+        q = load_queries(q_ref, record[1], record[0], record[2] * group, group=group, head_dim=head_dim, dtype=dtype)
+        return record, q
+
+    def piece(i, carry):
+        step, (record, q) = carry
+        head, token, num_tokens, position, kv_start, num_blocks, slot, pieces, first_worker = record
         live_rows = num_tokens * group
-        q_smem[me] = load_queries(q_ref, token, head, live_rows, group=group, head_dim=head_dim, dtype=dtype)
+        q_smem[me] = q
         plgpu.commit_smem()
 
         def issue_scores(s_ref, step):
@@ -102,7 +98,7 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
             plgpu.barrier_wait(k_full.at[me * stages + stage])
             plgpu.wgmma(s_ref, q_smem.at[me], k_smem.at[me, stage].T)
 
-        def attend_to(s, kv, step, acc, top, total):
+        def attend_to(s, kv, step, acc, top, total, next_step=None):
             stage = lax.rem(step, stages)
             ring = me * stages + stage
             if cap is None:
@@ -119,6 +115,9 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
             total = total * decay + p.sum(axis=1)
             acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
             p = p.astype(dtype)
+            if next_step is not None:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(k_freed.at[me * stages + lax.rem(next_step, stages)])
             plgpu.barrier_wait(v_full.at[ring])
 
             # A weight of 0 does not hide a NaN in a slot that no query may see.
@@ -137,7 +136,7 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
                 plgpu.commit_smem()
 
             acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[me, stage]))(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(freed.at[ring])
+            plgpu.barrier_arrive(v_freed.at[ring])
             return acc, new_top, total
 
         def first_scores(s_ref):
@@ -149,17 +148,19 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
 
             def overlapped(s_ref):
                 issue_scores(s_ref, step + j + 1)  # runs while the softmax of this block is computed
-                state = attend_to(s, kv_start + j * bkv, step + j, acc, top, total)
+                state = attend_to(s, kv_start + j * bkv, step + j, acc, top, total, step + j + 1)
                 return s_ref[...], *state
 
             return pl.run_scoped(overlapped, plgpu.ACC((rows, bkv), jnp.float32))
 
         s = pl.run_scoped(first_scores, plgpu.ACC((rows, bkv), jnp.float32))
+        plgpu.barrier_arrive(k_freed.at[me * stages + lax.rem(step, stages)])
         acc = plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA)
         top = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), row_layout)
         total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), row_layout)
         last = num_blocks - 1
         s, acc, top, total = lax.fori_loop(0, last, kv_block, (s, acc, top, total))
+        following_piece = fetch(jnp.minimum(i + 1, count - 1))  # arrives while the last block is computed
         acc, top, total = attend_to(s, kv_start + last * bkv, step + last, acc, top, total)
 
         @pl.when(pieces == 1)
@@ -187,28 +188,24 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
                 head_dim=head_dim,
             )
 
-        return step + num_blocks
+        return step + num_blocks, following_piece
 
-    lax.fori_loop(0, count, piece, jnp.int32(0))
-    if total_ref is not None:
-        @pl.when(me == 0)
-        def _():
-            zero_padding(out_ref, lse_ref, total_ref, block, num_blocks=blocks.num_blocks)
+    @pl.when(count > 0)
+    def _():
+        lax.fori_loop(0, count, piece, (jnp.int32(0), fetch(jnp.int32(0))))
 
 
 def _produce(refs, scratch, *, blocks, page_size):
     """Loads a worker's share: one warp a consumer."""
     _, pages, records, page_table, *_ = refs
-    _, k_smem, v_smem, _, k_full, v_full, freed = scratch
+    _, k_smem, v_smem, _, k_full, v_full, k_freed, v_freed = scratch
     bkv, stages = blocks.block_kv, blocks.stages
     box = math.gcd(page_size, bkv)
 
     # With two consumers or fewer, K and V have a warp each.
     kinds = 2 if 2 * blocks.consumers <= _WARPS else 1
 
-    def load(consumer, smem, full, which):
-        if blocks.overlap:
-            plgpu.griddepcontrol_wait()
+    def load(consumer, smem, full, freed, which):
         worker = consumer * blocks.num_blocks + lax.axis_index("block")
         following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
@@ -229,7 +226,8 @@ def _produce(refs, scratch, *, blocks, page_size):
 
                 @pl.when(step >= stages)
                 def _():
-                    plgpu.barrier_wait(freed.at[ring])
+                    for k_or_v in which:
+                        plgpu.barrier_wait(freed[k_or_v].at[ring])
 
                 for k_or_v in which:
                     for n, (page, slots) in enumerate(boxes):
@@ -251,19 +249,19 @@ def _produce(refs, scratch, *, blocks, page_size):
             @pl.when((index >= first) & (index < first + blocks.consumers))
             def _(kind=kind, first=first):
                 which = (0, 1) if kinds == 1 else (kind,)
-                load(index - first, (k_smem, v_smem), (k_full, v_full), which)
+                load(index - first, (k_smem, v_smem), (k_full, v_full), (k_freed, v_freed), which)
 
     plgpu.warp_map(warp)
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "blocks", "options", "with_lse"))
-def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, blocks, options, with_lse):
-    """The kernel call: see `paged_attention_gpu`."""
+def attend(q, pages, records, page_table, counters, sinks, *, page_size, blocks, options, with_lse):
+    """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
     num_tokens, heads, head_dim = q.shape
     group = heads // (pages.shape[2] // 2)
     tile_rows = plan.tile_tokens(group, num_tokens) * group
     box = math.gcd(page_size, blocks.block_kv)
-    has = (True, True, True, True, True, sinks is not None, total is not None)
+    has = (True, True, True, True, True, sinks is not None)
 
     def body(*args):
         args = list(args)
@@ -277,10 +275,14 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_consumer_registers(blocks.consumers), action="increase")
-            if blocks.overlap:
-                plgpu.griddepcontrol_wait()
             _consume(
-                refs, scratch, blocks=blocks, group=group, head_dim=head_dim, dtype=q.dtype, options=options,
+                refs,
+                scratch,
+                blocks=blocks,
+                group=group,
+                head_dim=head_dim,
+                dtype=q.dtype,
+                options=options,
                 with_lse=with_lse,
             )
 
@@ -296,6 +298,7 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
     )
     rings = blocks.consumers * blocks.stages
     full = plgpu.Barrier(num_arrivals=blocks.block_kv // box, num_barriers=rings)
+    freed = plgpu.Barrier(num_arrivals=1, num_barriers=rings)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if with_lse:
         out_type.append(jax.ShapeDtypeStruct((num_tokens, heads), jnp.float32))
@@ -313,7 +316,8 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
             plgpu.SMEM((blocks.consumers, 1), jnp.int32),
             full,
             full,
-            plgpu.Barrier(num_arrivals=1, num_barriers=rings),
+            freed,
+            freed,
         ],
         grid=(blocks.num_blocks,),
         grid_names=("block",),
@@ -327,10 +331,46 @@ def attend(q, pages, records, page_table, counters, sinks, total, *, page_size, 
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )
-    operands = [q, pages, records, page_table, counters, sinks, total]
+    operands = [q, pages, records, page_table, counters, sinks]
     results = call(*[x for x in operands if x is not None])
     return results[0], results[1] if with_lse else None
 
 
 def _consumer_registers(consumers: int) -> int:
     return {1: 240, 2: 232, 3: 152}[consumers]
+
+
+def paged_attention_gpu(
+    q: Float[Array, "T Hq D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    sinks: Float32[Array, " Hq"] | None,
+    options: AttentionOptions,
+    with_lse: bool,
+) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
+    """The Mosaic GPU implementation of `paged_attention`; `meta.work` must be a `GPUWork`."""
+    spec, work = kv_pages.spec, meta.work
+    with jax.named_scope("paged_attention"):
+        records = plan.make_work_list(
+            meta,
+            work.q_lens,
+            page_size=spec.page_size,
+            num_kv_heads=spec.num_kv_heads,
+            group=q.shape[1] // spec.num_kv_heads,
+            sliding_window=options.sliding_window,
+            block_kv=work.blocks.block_kv,
+            num_workers=work.blocks.num_workers,
+            min_share=work.blocks.min_share,
+        )
+        return attend(
+            q,
+            kv_pages.data,
+            records,
+            meta.page_table,
+            work.counters,
+            sinks,
+            page_size=spec.page_size,
+            blocks=work.blocks,
+            options=options,
+            with_lse=with_lse,
+        )

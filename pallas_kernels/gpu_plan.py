@@ -13,7 +13,7 @@ Reference:
   Osama et al., Stream-K, https://arxiv.org/abs/2301.03598, which cuts matrix products in the same way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import no_type_check
 
 import jax
@@ -22,12 +22,12 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
-
-TILE_ROWS = 64  # rows of a matrix instruction: query tokens times query heads of a KV head
+from .tuning import TILE_ROWS, GPUBlocks
+from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
 HEAD, TOKEN, NUM_TOKENS, POSITION, ROW, KV_START, NUM_BLOCKS, LAST_PAGE = range(8)
-SLOT, PIECES, FIRST_WORKER, FOLLOWING, COUNT = range(8, 13)
+SLOT, PIECES, FIRST_WORKER, FOLLOWING, COUNT, LIVE_TOKENS = range(8, 14)
 RECORD = 16  # int32 values of a record: 64 bytes, two sectors
 
 
@@ -43,18 +43,24 @@ class GPUWork:
     Attributes:
       q_lens: query tokens of each row, 0 for padding.
       counters: zeros, one a worker; a call counts finished pieces in them and leaves them zero.
+      xla: the schedule of the XLA implementation, for layers that ask for it; what no layer uses, XLA drops.
+      blocks: static.
     """
 
     q_lens: Int32[Array, " S"]
     counters: Int32[Array, " W"]
+    xla: XLAWork
+    blocks: GPUBlocks = field(metadata={"static": True})
 
 
-def plan_gpu(meta: PagedMetadata, num_workers: int) -> GPUWork:
+def plan_gpu(meta: PagedMetadata, xla: XLAWork, blocks: GPUBlocks) -> GPUWork:
     """The part of the plan that all layers share."""
     live = jnp.arange(meta.kv_lens.shape[0], dtype=jnp.int32) < meta.num_seqs
     return GPUWork(
         q_lens=jnp.where(live, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0),
-        counters=jnp.zeros(num_workers, jnp.int32),
+        counters=jnp.zeros(blocks.num_workers, jnp.int32),
+        xla=xla,
+        blocks=blocks,
     )
 
 
@@ -113,7 +119,7 @@ def make_work_list(
       one's position. KV_START: first KV token of the piece, a multiple of block_kv. NUM_BLOCKS: its blocks. LAST_PAGE:
       the last column of the page table that the unit needs. PIECES: how many the unit has; if more than one, this one
       writes to SLOT of the partial results, and the piece of FIRST_WORKER is the unit's first. The k-th piece is worker
-      FIRST_WORKER + k's and its slot is twice that, plus 1 for the first piece.
+      FIRST_WORKER + k's and its slot is twice that, plus 1 for the first piece. LIVE_TOKENS: of the step.
     """
     num_rows, num_tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
     tokens = tile_tokens(group, num_tokens)
@@ -173,6 +179,7 @@ def make_work_list(
             FIRST_WORKER: first_cut[unit] - 1,
             FOLLOWING: following,
             COUNT: pieces_of,
+            LIVE_TOKENS: jnp.broadcast_to(meta.cu_q_lens[-1], unit.shape),
         }
         zero = jnp.zeros_like(unit)
         return jnp.stack([fields.get(i, zero) for i in range(RECORD)], axis=1)

@@ -34,7 +34,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jpaged.errors import JpagedError
+import numpy as np
+
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.lengths import Lengths
 from jpaged.workload import parse_lengths
 from scripts.memory.hardware import HARDWARE
@@ -61,8 +63,10 @@ def make_workload(args: argparse.Namespace) -> Workload:
     lengths = everything
     if everything.conversation_ids is not None and not args.all_turns:
         lengths = paper_selection(everything)
+    if lengths.weights is not None:
+        raise ConfigError(f"{lengths.source} has weights, expected requests one by one; see `jpaged plan` for it")
     if args.requests is not None:
-        lengths, everything = (part.first(args.requests) for part in (lengths, everything))
+        lengths, everything = (part.where(np.arange(len(part)) < args.requests) for part in (lengths, everything))
     longest = int(lengths.total_tokens.max())
     max_model_len = args.max_model_len or max(_PAPER_MODEL_LEN, 1 << (longest - 1).bit_length())
     name = args.hardware or ("opt-13b-a100-40gb" if max_model_len <= _PAPER_MODEL_LEN else "llama-3-8b-h200")
@@ -73,6 +77,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
         page_size=args.page_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        headroom_pages=args.headroom_pages,
         preemption=args.preemption,
         host_slots=hardware.slots if args.host_slots is None else args.host_slots,
     )
@@ -122,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--page-size", type=int, default=16)
     result.add_argument("--max-num-seqs", type=int, default=Settings.max_num_seqs)
     result.add_argument("--max-num-batched-tokens", type=int, default=Settings.max_num_batched_tokens)
+    result.add_argument("--headroom-pages", type=int, default=Settings.headroom_pages)
     result.add_argument("--preemption", choices=["auto", "recompute", "swap"], default=Settings.preemption)
     result.add_argument("--host-slots", type=int, help="of the host's pool (default: as many as the device's)")
     result.add_argument("--json", action="store_true", help="print only the JSON line")
@@ -144,8 +150,8 @@ def main() -> int:
             begin = time.perf_counter()
             results[name] = measure(workload)
             print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-            for table in () if args.json else tables(name, results[name]):
-                print_table(*table)
+            for title, columns, rows in () if args.json else tables(name, results[name]):
+                print_table(title, columns, [list(row) for row in rows])
     except (JpagedError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,10 +18,15 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import render_memory
+from scripts.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the project lives; docs/README.md says what to do after a change.
@@ -77,14 +82,6 @@ def load_records(folder: Path) -> list[Record]:
     """All records of a folder, by script, device and name."""
     records = [Record.from_line(path.stem, path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     return sorted(records, key=lambda record: (record.script, record.device, record.name))
-
-
-def table(columns: list[str], rows: Iterable[list[str]], *, num_text: int = 1) -> str:
-    """A Markdown table: `num_text` columns of text, then figures; without rows it says so."""
-    rows = list(rows) or [["not measured yet", *["–"] * (len(columns) - 1)]]
-    lines = [columns, [*[":--"] * num_text, *["--:"] * (len(columns) - num_text)]]
-    lines += [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _source(record: Record) -> str:
@@ -193,6 +190,7 @@ PARTS: Mapping[str, Callable[[list[Record]], str]] = {
     "memory": memory_table,
     "sources": source_table,
     "colab": colab_badge,
+    **render_memory.PARTS,
 }
 
 

@@ -27,6 +27,11 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         (lambda: CacheConfig(memory_fraction=float("nan")), "memory_fraction is nan"),
         (lambda: CacheConfig(memory_fraction=True), "memory_fraction is True"),
         (lambda: CacheConfig(dtype="float64"), "dtype is 'float64', expected one of float32, .*int8, or None"),
+        (lambda: CacheConfig(prefix_cache=None), "prefix_cache is None, expected True or False"),
+        (lambda: CacheConfig(prefix_cache=1), "prefix_cache is 1"),
+        (lambda: CacheConfig(host_pages=-1), "host_pages is -1, expected an integer of at least 0"),
+        (lambda: CacheConfig(host_pages=1.0), "host_pages is 1.0"),
+        (lambda: CacheConfig(host_pages=True), "host_pages is True"),
         (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs is 0, expected an integer of at least 1"),
         (lambda: SchedulerConfig(max_num_seqs=True), "max_num_seqs is True"),
         (lambda: SchedulerConfig(max_num_batched_tokens=0), "max_num_batched_tokens is 0"),
@@ -35,6 +40,31 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
             r"is 7, expected at least max_num_seqs \(8\)",
         ),
         (lambda: SchedulerConfig(max_model_len=1), "max_model_len is 1, expected an integer of at least 2"),
+        (lambda: SchedulerConfig(policy="lifo"), 'policy is \'lifo\', expected "fcfs" or "priority"'),
+        (lambda: SchedulerConfig(priority_aging_s=0), "priority_aging_s is 0, expected a positive number of seconds"),
+        (lambda: SchedulerConfig(priority_aging_s=float("inf")), "priority_aging_s is inf"),
+        (lambda: SchedulerConfig(priority_aging_s=float("nan")), "priority_aging_s is nan"),
+        (lambda: SchedulerConfig(priority_aging_s=True), "priority_aging_s is True"),
+        (lambda: SchedulerConfig(max_chunk_tokens=0), "max_chunk_tokens is 0, expected an integer of at least 1"),
+        (lambda: SchedulerConfig(max_chunk_tokens=2.0), "max_chunk_tokens is 2.0"),
+        (lambda: SchedulerConfig(headroom_pages=-1), "headroom_pages is -1, expected an integer of at least 0"),
+        (lambda: SchedulerConfig(headroom_pages=None), "headroom_pages is None"),
+        (lambda: SchedulerConfig(max_passes=-1), "max_passes is -1, expected an integer of at least 0"),
+        (lambda: SchedulerConfig(max_passes=None), "max_passes is None"),
+        (lambda: SchedulerConfig(preemption="drop"), "preemption is 'drop', expected one of auto, recompute, swap"),
+        (lambda: SchedulerConfig(preemption_costs=3), "preemption_costs is 3, expected a path or None"),
+        (
+            lambda: SchedulerConfig(preemption="swap", preemption_costs="costs.json"),
+            "preemption_costs is 'costs.json', expected None with preemption 'swap', which does not read it",
+        ),
+        (
+            lambda: EngineConfig(scheduler=SchedulerConfig(preemption="swap")),
+            "preemption is 'swap', expected 'auto' or 'recompute': there are no host_pages",
+        ),
+        (
+            lambda: EngineConfig(scheduler=SchedulerConfig(preemption_costs="costs.json")),
+            "preemption_costs is 'costs.json', expected None: there are no host_pages",
+        ),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[]), r"token_buckets is \(\), expected ascending"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[8]), "the last at least 16"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 8]), r"token_buckets is \(16, 8\)"),
@@ -70,6 +100,15 @@ def test_takes_every_implementation_that_the_kernels_know():
 
     for name in (*IMPLEMENTATIONS, None):
         assert EngineConfig(implementation=name).implementation == name
+
+
+def test_takes_the_ends_of_the_ranges():
+    SchedulerConfig(max_chunk_tokens=1, headroom_pages=0, max_passes=0, priority_aging_s=1e-3, policy="priority")
+    scheduler = SchedulerConfig(preemption="swap")
+    config = EngineConfig(cache=CacheConfig(prefix_cache=False, host_pages=1), scheduler=scheduler)
+    assert config.scheduler is scheduler
+    scheduler = SchedulerConfig(preemption="auto", preemption_costs="costs.json")
+    assert EngineConfig(cache=CacheConfig(host_pages=1), scheduler=scheduler).scheduler is scheduler
 
 
 def test_defaults_are_valid_and_frozen():

@@ -223,9 +223,13 @@ def example(document: Path, mark: str, containing: str) -> str:
 def test_the_readmes_example_runs(smollm2_path: Path) -> None:
     source = example(README, "run with the default model", "LLM(")
     assert len([line for line in source.splitlines() if line.strip()]) <= 10
-    _, printed = run(source, "README.md")
+    sharing = example(README, "run with the default model", "best_of")
+    names, printed = run(source + sharing, "README.md")
     assert "'The capital of France is' -> ' Paris" in printed
     assert "PoolUse(pages_used=" in printed
+    *_, three, two = printed.splitlines()
+    assert (len(ast.literal_eval(three)), len(ast.literal_eval(two))) == (3, 2)
+    assert names["llm"].stats().num_copied_pages > 0
 
 
 def test_the_reinforcement_learning_example_learns() -> None:

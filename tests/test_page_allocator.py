@@ -14,8 +14,8 @@ from jpaged.page_allocator import PageAllocator
 class PageAllocatorMachine(RuleBasedStateMachine):
     """Any mix of calls, right and wrong ones, with pools so small that they run out all the time.
 
-    The model is `holders`: page lists, each of them one reference to each of its pages; `free`: the free list; `cached`:
-    the cached pages, the longest cached first; and `retained`.
+    The model is `holders`: page lists, each of them one reference to each of its pages; `free_list`; `cached`: the
+    cached pages, the longest cached first; and `retained`.
     """
 
     @initialize(num_pages=st.integers(2, 9), page_size=st.integers(1, 5))
@@ -80,7 +80,7 @@ class PageAllocatorMachine(RuleBasedStateMachine):
         note(f"free {pages}")
         self.allocator.free(pages)
         left = self.counts
-        for page in dict.fromkeys(self.last_drops(pages)):
+        for page in self.last_drops(pages):
             if page not in left:
                 (self.cached if page in self.retained else self.free_list).append(page)
 
@@ -153,7 +153,7 @@ class PageAllocatorMachine(RuleBasedStateMachine):
 
 TestPageAllocatorMachine = PageAllocatorMachine.TestCase
 TestPageAllocatorMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=25,
     deadline=None,
     database=None,

@@ -1,7 +1,7 @@
 """`serve_contiguous`: the same workload where each request gets one run of slots when it starts, as in Orca."""
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from jpaged.lengths import Lengths
@@ -56,7 +56,7 @@ def serve_contiguous(
     pool = BuddyAllocator(slots)
     running: list[tuple[int, int, int, int, int]] = []  # a heap: last step, start, final tokens, reserved, run
     waiting: deque[int] = deque()
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     held: Counter[str] = Counter()  # what running requests hold, now
     clock, step, seconds = 0.0, 0, 0.0
     while True:
@@ -76,7 +76,7 @@ def serve_contiguous(
             prompt_tokens += prompt
             run = pool.size_of(start)
             heapq.heappush(running, (step + output, start, prompt + output, reserved, run))
-            held.update(tokens=prompt - 1, final=prompt + output, reserved=reserved, runs=run)
+            held += Counter(tokens=prompt - 1, final=prompt + output, reserved=reserved, runs=run)
         if not running:
             if feed.next_s is None:
                 return _summary(sums, seconds, slots)
@@ -97,10 +97,10 @@ def serve_contiguous(
         while running and running[0][0] == step:
             _, start, final, reserved, run = heapq.heappop(running)
             pool.free(start)
-            held.subtract(tokens=final - 1, final=final, reserved=reserved, runs=run)
+            held -= Counter(tokens=final - 1, final=final, reserved=reserved, runs=run)
 
 
-def _summary(sums: Counter[str], seconds: float, slots: int) -> dict[str, Any]:
+def _summary(sums: dict[str, float], seconds: float, slots: int) -> dict[str, Any]:
     saturated = sums["saturated_seconds"] or float("inf")
     tokens, final, reserved, runs = (sums[k] / saturated / slots for k in ("tokens", "final", "reserved", "runs"))
     return rounded(

@@ -1,7 +1,6 @@
 """Where a replay's requests come from, and when: a list of them with times, or users who talk."""
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,10 +11,10 @@ class TimedFeed:
     """Requests that arrive at given times, whatever becomes of those before them.
 
     Args:
-      arrival_s: ascending.
+      arrival_s: f64[n], ascending.
     """
 
-    def __init__(self, arrival_s: Sequence[float]) -> None:
+    def __init__(self, arrival_s: np.ndarray) -> None:
         self._arrival_s = arrival_s
         self._next = 0
 

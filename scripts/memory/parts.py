@@ -30,7 +30,7 @@ class Workload:
     Attributes:
       all: every request of the source.
       lengths: those that are served.
-      hardware: memory and speed.
+      hardware_name, hardware: memory and speed.
       settings: sizes and policies.
       max_model_len: what a system reserves that does not know how long an answer will be.
       rate: requests a second of Poisson arrivals, for one more run; `None`: none.
@@ -41,6 +41,7 @@ class Workload:
 
     all: Lengths
     lengths: Lengths
+    hardware_name: str
     hardware: Hardware
     settings: Settings
     max_model_len: int
@@ -91,10 +92,10 @@ def batches(workload: Workload) -> dict[str, Any]:
                 max_model_len=workload.max_model_len,
                 max_num_seqs=workload.settings.max_num_seqs,
             )
-        # While requests wait, the memory decides; if none ever does, there is nothing to compare.
-        mean = {scheme: result["saturated_mean_requests"] for scheme, result in schemes.items()}
-        ratios = {scheme: round(mean["paged"] / mean[scheme], 3) for scheme in RESERVATIONS if mean[scheme]}
-        results[name] = schemes | {"ratios": ratios}
+        # All at once, the memory decides as long as requests wait; else how fast they come has a say all the time.
+        what = "saturated_mean_requests" if name == "all at once" else "mean_requests"
+        ratios = {scheme: round(schemes["paged"][what] / schemes[scheme][what], 3) for scheme in RESERVATIONS}
+        results[name] = schemes | {"ratios": ratios, "ratios_of": what}
     return results
 
 
@@ -150,8 +151,13 @@ def chat(workload: Workload) -> dict[str, Any]:
         settings = replace(workload.settings, slots=slots, host_slots=slots)
         feed = ChatFeed(ids, workload.users)
         results[str(slots)] = replay(lengths, feed, hardware, settings).as_dict()
-    return {"num_chats": int(ids[-1]) + 1, "num_requests": len(lengths), "users": workload.users, "hardware": _CHAT_HARDWARE, "said_before_fraction": rounded(float(most))} | {
-        "by_slots": results
+    return {
+        "num_chats": int(ids[-1]) + 1,
+        "num_requests": len(lengths),
+        "users": workload.users,
+        "hardware": _CHAT_HARDWARE,
+        "said_before_fraction": rounded(float(most)),
+        "by_slots": results,
     }
 
 

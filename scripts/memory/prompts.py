@@ -1,4 +1,4 @@
-"""`Prompts`: token ids for requests of which a trace gives the lengths alone, so that exactly what is equal is equal."""
+"""`Prompts`: token ids for the requests of a trace, which says how long they are, and perhaps what is equal."""
 
 from dataclasses import dataclass
 

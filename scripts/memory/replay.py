@@ -5,7 +5,7 @@ says. Time passes as `Hardware` has it. Sums over time are averages weighted by 
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class Settings:
     Attributes:
       slots: of the pool, the null page included, so pages are slots // page_size.
       page_size: token slots a page; any number, as the allocator takes it.
-      max_num_seqs, max_num_batched_tokens, max_passes, preemption: of `SchedulerConfig`.
+      max_num_seqs, max_num_batched_tokens, max_passes, headroom_pages, preemption: of `SchedulerConfig`.
       host_slots: of the host's pool, for swapping.
       prefix_cache: pages are found again.
       num_sequences: answers to each request, or beams.
@@ -45,6 +45,7 @@ class Settings:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 4096
     max_passes: int = 0
+    headroom_pages: int = SchedulerConfig.headroom_pages
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     host_slots: int = 0
     prefix_cache: bool = True
@@ -58,7 +59,7 @@ class ReplayResult:
 
     Attributes:
       num_requests, num_steps, seconds: of the run; seconds of the hardware's time.
-      host_us_per_row: real time, of planning and updating, a row of a step.
+      host_us_per_row: CPU time here, of planning and updating, a row of a step.
       mean_requests, mean_sequences: running at once.
       saturated_mean_requests, saturated_fraction: running at once, and part of the time, while more requests waited.
       wasted_fraction: empty slots of used pages over the slots of used pages.
@@ -159,11 +160,12 @@ class Replay:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_passes=settings.max_passes,
+            headroom_pages=settings.headroom_pages,
             preemption=settings.preemption,
         )
         self.scheduler = Scheduler(config, self.memory, max_model_len=int(lengths.total_tokens.max()) + 1)
         self.computations = Computations()
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._clock_s, self._host_s = 0.0, 0.0
         self._num_ended = self._num_preempted = self._num_preemptions = self._num_steps = self._num_rows = 0
 
@@ -175,9 +177,9 @@ class Replay:
         """
         while True:
             self._admit()
-            begin = time.perf_counter()
+            begin = time.process_time()
             plan = self.scheduler.plan()
-            self._host_s += time.perf_counter() - begin
+            self._host_s += time.process_time() - begin
             if plan is None:
                 if (next_s := self._feed.next_s) is None:
                     break
@@ -240,9 +242,9 @@ class Replay:
             tokens = [_token(seq) for seq in plan.seqs]
         scores, seqs = self._scores, plan.seqs
         candidates = None if scores is None else lambda row: scores.of(seqs[row])
-        begin = time.perf_counter()
+        begin = time.process_time()
         self.scheduler.update(plan, tokens, candidates)
-        self._host_s += time.perf_counter() - begin
+        self._host_s += time.process_time() - begin
         for seq in plan.seqs:
             if seq.status is SequenceStatus.FINISHED:
                 self.computations.ended(seq)

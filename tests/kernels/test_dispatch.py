@@ -11,6 +11,7 @@ from jpaged.pallas_kernels import (
     resolve_implementation,
     supported_implementations,
 )
+from jpaged.pallas_kernels.compat import jax_version
 
 
 def spec(implementation: str) -> PageSpec:
@@ -37,6 +38,43 @@ def test_cuda_is_a_gpu() -> None:
 def test_a_missing_kernel_is_an_error_with_the_reason(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{name!r} cannot run on gpu: the Mosaic"):
         resolve_implementation(name, platform="gpu")
+
+
+def gpu_mesh(kind: str) -> jax.sharding.AbstractMesh:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+
+
+PAGES = PageSpec(2, 16, 1, 64, jnp.dtype("bfloat16"))
+
+
+@pytest.mark.skipif(jax_version() < (0, 11), reason="the kernel needs jax 0.11")
+def test_hopper_runs_the_kernel_on_pages_that_it_takes() -> None:
+    with jax.sharding.use_abstract_mesh(gpu_mesh("NVIDIA H200")):
+        assert resolve_implementation(spec=PAGES) == ("mosaic_gpu", "'mosaic_gpu' is the first choice on gpu")
+        assert supported_implementations(spec=PAGES) == ("mosaic_gpu", "xla")
+        name, reason = resolve_implementation(spec=spec("xla"))
+        assert name == "xla"
+        assert "these are float32" in reason
+        q = jax.ShapeDtypeStruct((1, 65, 64), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match="65 over 1"):
+            resolve_implementation("mosaic_gpu", spec=PAGES, q=q)
+        assert resolve_implementation()[0] == "xla"  # which runs whatever comes
+
+
+@pytest.mark.skipif(jax_version() < (0, 11), reason="the kernel needs jax 0.11")
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
+def test_other_gpus_are_refused_by_name(kind: str) -> None:
+    with jax.sharding.use_abstract_mesh(gpu_mesh(kind)):
+        assert resolve_implementation(spec=PAGES)[0] == "xla"
+        with pytest.raises(NotImplementedError, match=f"sm_90.*{kind}"):
+            resolve_implementation("mosaic_gpu", spec=PAGES)
+
+
+@pytest.mark.skipif(jax_version() >= (0, 11), reason="this jax has what the kernel needs")
+def test_an_old_jax_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"jax 0\.11 or newer; this is 0\.10"):
+        resolve_implementation("mosaic_gpu", platform="gpu", spec=PAGES)
 
 
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:

@@ -1,0 +1,166 @@
+"""The GPU kernel's work list against a simple model: every block of every unit once, in order, in equal shares."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.pallas_kernels import PagedMetadata, PageSpec
+from jpaged.pallas_kernels import gpu_plan as plan
+from jpaged.pallas_kernels.tuning import choose_gpu_blocks, shape_objection
+
+BLOCK, PAGE, HEADS, WORKERS = 64, 16, 3, 24
+ROWS, TOKENS = 6, 90
+
+
+def metadata(q_lens: list[int], kv_lens: list[int], rows: int = ROWS, tokens: int = TOKENS) -> PagedMetadata:
+    q, kv = np.zeros((2, rows), np.int32)
+    q[: len(q_lens)], kv[: len(kv_lens)] = q_lens, kv_lens
+    return PagedMetadata(
+        page_table=jnp.zeros((rows, 1), jnp.int32),
+        kv_lens=jnp.asarray(kv),
+        cu_q_lens=jnp.asarray(np.concatenate([[0], np.cumsum(q)]), jnp.int32),
+        positions=jnp.zeros(tokens, jnp.int32),
+        slot_mapping=jnp.zeros(tokens, jnp.int32),
+        num_decode=jnp.int32(0),
+        num_seqs=jnp.int32(len(q_lens)),
+    )
+
+
+@partial(jax.jit, static_argnames=("group", "window", "workers"))
+def _work_list(meta: PagedMetadata, group: int, window: int | None, workers: int) -> jax.Array:
+    return plan.make_work_list(
+        meta,
+        meta.cu_q_lens[1:] - meta.cu_q_lens[:-1],
+        page_size=PAGE,
+        num_kv_heads=HEADS,
+        group=group,
+        sliding_window=window,
+        block_kv=BLOCK,
+        num_workers=workers,
+        min_share=1,
+    )
+
+
+def work_list(meta: PagedMetadata, group: int, window: int | None, workers: int = WORKERS) -> np.ndarray:
+    return np.asarray(_work_list(meta, group, window, workers))
+
+
+def units_of(meta: PagedMetadata, group: int, window: int | None) -> dict[tuple[int, int], tuple]:
+    """By (first token, head): row, tokens, position of the first, and the blocks that the tile sees."""
+    cu, kv_lens = np.asarray(meta.cu_q_lens), np.asarray(meta.kv_lens)
+    tokens, units = plan.tile_tokens(group, meta.positions.shape[0]), {}
+    for row in range(int(meta.num_seqs)):
+        for token in range(cu[row], cu[row + 1], tokens):
+            count = min(tokens, cu[row + 1] - token)
+            position = kv_lens[row] - cu[row + 1] + token
+            start = 0 if window is None else max(position - window + 1, 0) // BLOCK
+            blocks = [n * BLOCK for n in range(start, -(-(position + count) // BLOCK))]
+            for head in range(HEADS):
+                units[token, head] = row, count, position, blocks
+    return units
+
+
+def check(meta: PagedMetadata, group: int, window: int | None, workers: int = WORKERS) -> list[int]:
+    """Walks the list as the workers do; returns each one's load in blocks."""
+    records, units = work_list(meta, group, window, workers), units_of(meta, group, window)
+    rows, tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
+    assert records.shape == (plan.num_records(rows, tokens, HEADS, group, workers), plan.RECORD)
+    pieces: dict[tuple[int, int], list] = {}
+    loads = []
+    for worker in range(workers):
+        load = 0
+        for i in range(records[worker, plan.COUNT]):
+            record = records[worker if i == 0 else records[worker, plan.FOLLOWING] + i - 1]
+            row, count, position, _ = units[record[plan.TOKEN], record[plan.HEAD]]
+            assert record[plan.ROW] == row
+            assert record[plan.NUM_TOKENS] == count
+            assert record[plan.POSITION] == position
+            assert record[plan.LAST_PAGE] == (position + count - 1) // PAGE
+            assert record[plan.LIVE_TOKENS] == meta.cu_q_lens[-1]
+            assert record[plan.NUM_BLOCKS] >= 1
+            pieces.setdefault((record[plan.TOKEN], record[plan.HEAD]), []).append((worker, record))
+            load += record[plan.NUM_BLOCKS]
+        loads.append(load)
+    assert pieces.keys() == units.keys()
+    slots = set()
+    for key, found in pieces.items():
+        blocks = []
+        for nth, (worker, record) in enumerate(found):
+            blocks += [record[plan.KV_START] + n * BLOCK for n in range(record[plan.NUM_BLOCKS])]
+            assert record[plan.PIECES] == len(found)
+            assert record[plan.FIRST_WORKER] + nth == worker
+            if len(found) > 1:
+                assert record[plan.SLOT] == 2 * worker + (nth == 0)
+                assert record[plan.SLOT] not in slots
+                slots.add(record[plan.SLOT])
+        assert blocks == units[key][3]
+    return loads
+
+
+row_lengths = st.tuples(st.one_of(st.just(1), st.integers(1, 15)), st.one_of(st.integers(0, 60), st.integers(0, 5000)))
+
+
+@settings(max_examples=40)
+@given(st.lists(row_lengths, min_size=1, max_size=ROWS), st.sampled_from([(4, None), (3, 100)]))
+def test_every_block_once_and_shares_are_even(rows: list[tuple[int, int]], config: tuple[int, int | None]) -> None:
+    meta = metadata([q_len for q_len, _ in rows], [q_len + before for q_len, before in rows])
+    loads = check(meta, *config)
+    even = -(-sum(loads) // WORKERS)
+    assert max(loads) <= even + even // 6 + 1
+
+
+def test_no_rows_make_no_work() -> None:
+    records = work_list(metadata([], []), 4, None)
+    assert (records[:WORKERS, plan.COUNT] == 0).all()
+    assert (records[:, plan.LIVE_TOKENS] == 0).all()
+
+
+@pytest.mark.parametrize(("rows", "length", "pieces"), [(1, 1024, 8), (4, 1024, 2), (8, 1024, 1), (16, 1024, 1)])
+def test_equal_rows_are_cut_evenly_or_not_at_all(rows: int, length: int, pieces: int) -> None:
+    """24 workers: 3 units are cut in 8 pieces each, 12 in 2; 24 and 48 units not at all."""
+    meta = metadata([1] * rows, [length] * rows, rows=16, tokens=TOKENS)
+    loads = check(meta, 4, None)
+    records = work_list(meta, 4, None)
+    live = [record for record in records[:WORKERS] if record[plan.COUNT]]
+    assert {int(record[plan.PIECES]) for record in live} == {pieces}
+    assert len({load for load in loads if load}) == 1
+
+
+def test_a_long_row_among_short_ones_fills_the_workers() -> None:
+    loads = check(metadata([1] * 6, [3, 70, 6000, 1, 64, 65]), 4, None)
+    assert min(loads[:-2]) > 0
+
+
+@pytest.mark.parametrize("head_dim", range(32, 257, 32))
+def test_tiles_fit_shared_memory(head_dim: int) -> None:
+    blocks = choose_gpu_blocks(head_dim, 132)
+    tiles = 2 * blocks.stages * blocks.block_kv * head_dim * 2
+    assert blocks.consumers * (tiles + 64 * head_dim * 2) < 227 * 1024
+    assert blocks.stages >= 3
+    assert blocks.num_workers == 132 * blocks.consumers
+
+
+@pytest.mark.parametrize(
+    ("change", "num_heads", "q_dtype", "reason"),
+    [
+        ({"dtype": "int8"}, None, None, "these are int8"),
+        ({"dtype": "float32"}, None, None, "these are float32"),
+        ({"head_dim": 80}, None, None, "these pages have 80"),
+        ({"head_dim": 512}, None, None, "these pages have 512"),
+        ({"page_size": 4}, None, None, "these pages have 4"),
+        ({}, 130, None, "130 over 2"),
+        ({}, 8, "float32", "these are float32"),
+        ({}, 8, "bfloat16", None),
+    ],
+)
+def test_shapes_are_refused_by_name(change, num_heads, q_dtype, reason) -> None:
+    spec = PageSpec(
+        **{"num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", **change}
+    )
+    objection = shape_objection(spec, num_heads, q_dtype)
+    assert objection is None if reason is None else reason in objection

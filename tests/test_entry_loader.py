@@ -1,0 +1,159 @@
+"""What is loaded, and what the steps count, is together all that a sequence holds, whatever part of it was cached."""
+
+from collections import Counter, deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jpaged.config import SchedulerConfig
+from jpaged.entry_loader import EntryLoader
+from jpaged.memory_manager import MemoryManager
+from jpaged.request import Request, SamplingParams
+from jpaged.sampler_state import entry_for
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.step_plan import StepPlan
+
+PAGE, VOCAB, EOS = 4, 40, 2
+PENALTY = {"presence_penalty": 0.5}
+PROMPT = (5, 6, 7, 8, 9, 5, 6, 7, 30, 30)
+
+
+class Counting:
+    """The device's counts of each entry, kept as a step keeps them; checked whenever a row samples."""
+
+    def __init__(self, *, num_pages: int = 33, num_host_pages: int = 0, budget: int = 16, **options) -> None:
+        memory = MemoryManager.for_pool(num_pages, PAGE, num_host_pages=num_host_pages)
+        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, headroom_pages=0, **options)
+        self.scheduler = Scheduler(config, memory, max_model_len=32)
+        self.loader = EntryLoader((EOS,), VOCAB)
+        self.counts = {index: (Counter(), set()) for index in range(4)}
+        self.loaded: list[Sequence] = []
+        self.in_flight: deque[StepPlan] = deque()
+        self.num_checked = 0
+
+    def add(self, name: str, prompt=PROMPT, **params) -> SequenceGroup:
+        params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params})
+        group = SequenceGroup(Request(request_id=name, prompt_token_ids=tuple(prompt), params=params))
+        self.scheduler.add(group)
+        return group
+
+    def step(self, depth: int) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            owners = {seq.state_index: seq for seq in self.scheduler.running_seqs}
+            for index, entry in self.loader.due(plan):
+                output = {token: int(count) for token, count in enumerate(entry.output_counts) if count}
+                self.counts[index] = (Counter(output), set(entry.prompt_mask.nonzero()[0].tolist()))
+                self.loaded.append(owners[index])
+            for row in plan.rows:
+                self.run(row)
+            self.in_flight.append(plan)
+        while len(self.in_flight) > (depth if plan is not None else 0):
+            done = self.in_flight.popleft()
+            self.scheduler.update(done, [token_at(row.seq, row.kv_len) for row in done.rows])
+        return plan
+
+    def run(self, row) -> None:
+        seq = row.seq
+        if not seq.request.params.uses_penalties:
+            return
+        output, prompt = self.counts[seq.state_index]
+        for position in range(row.start, row.kv_len):
+            if position < seq.num_prompt_tokens:
+                prompt.add(seq.tokens[position])
+            else:
+                output[token_at(seq, position)] += 1
+        if row.samples:
+            assert prompt == set(seq.request.prompt_token_ids)
+            assert output == Counter(token_at(seq, at) for at in range(seq.num_prompt_tokens, row.kv_len))
+            self.num_checked += 1
+
+    def drain(self, depth: int) -> None:
+        while self.scheduler.has_work:
+            self.step(depth)
+
+
+def token_at(seq: Sequence, position: int) -> int:
+    """What each answer is made to say: few tokens, so that they repeat, others for each answer."""
+    return (position * position + 3 * seq.index) % 7
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_that_were_found_in_the_cache_are_counted(depth):
+    counting = Counting()
+    counting.add("first")
+    counting.drain(depth)
+    cached = counting.add("again", **PENALTY)
+    longer = counting.add("longer", [*PROMPT, 11, 12, 13], **PENALTY)
+    counting.drain(depth)
+    assert [group.seqs[0].num_cached_tokens for group in (cached, longer)] == [9, 10]
+    assert counting.loaded == [cached.seqs[0], longer.seqs[0]]
+    assert counting.num_checked == 12
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("budget", [16, 4])
+def test_forks_count_the_prompt_that_their_parent_computed(depth, budget):
+    counting = Counting(budget=budget)
+    group = counting.add("n", n=3, **PENALTY)
+    counting.drain(depth)
+    assert sorted(seq.index for seq in counting.loaded) == [0, 1, 2]
+    assert set(counting.loaded) == set(group.seqs)
+    assert counting.num_checked == 18
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_resumed_sequences_count_all_that_they_had(depth, preemption):
+    counting = Counting(num_pages=10, num_host_pages=16, preemption=preemption)
+    groups = [counting.add(f"{i}", PROMPT[i:], max_tokens=12, **PENALTY) for i in range(2)]
+    groups.append(counting.add("n", PROMPT[:3], max_tokens=12, n=2, **PENALTY))
+    counting.drain(depth)
+    assert sum(group.num_preemptions for group in groups) > 0
+    assert (counting.scheduler.num_swaps > 0) == (preemption == "swap")
+    assert len(counting.loaded) > 4
+    # Each sequence has 12 tokens, and none of them was sampled twice.
+    assert counting.num_checked == 48
+    for group in groups:
+        for seq in group.seqs:
+            assert seq.output_token_ids == [token_at(seq, seq.num_prompt_tokens + i) for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("params", "loads"),
+    [({}, False), ({"logit_bias": {3: 1.0}}, True), ({"min_tokens": 2, "ignore_eos": False}, True), (PENALTY, True)],
+    ids=str,
+)
+def test_only_what_needs_an_entry_is_loaded_and_once(params, loads):
+    counting = Counting(budget=4)  # the prompt comes in three chunks
+    seq = counting.add("a", **params).seqs[0]
+    counting.drain(depth=1)
+    assert counting.loaded == [seq] * loads
+
+
+def test_the_entry_is_the_one_of_the_parameters():
+    counting = Counting()
+    group = counting.add("a", min_tokens=2, logit_bias={3: 1.5}, stop_token_ids=[9])
+    plan = counting.scheduler.plan()
+    ((index, entry),) = counting.loader.due(plan)
+    assert index == group.seqs[0].state_index
+    for got, expected in zip(entry, entry_for(group.request.params, (EOS,), VOCAB), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert list(counting.loader.due(replace(plan, admitted=()))) == []
+
+
+@pytest.mark.parametrize(("ending", "expected"), [("nothing", 1), ("clear", 0), ("abort", 0)])
+def test_who_has_no_row_yet_waits_for_it_and_is_forgotten_at_its_end(ending, expected):
+    counting = Counting()
+    seq = counting.add("a", **PENALTY).seqs[0]
+    with_row = replace(counting.scheduler.plan(), admitted=())
+    without_row = StepPlan([], [], [], [], [], num_decode=0, num_tokens=0, admitted=(seq,))
+    assert list(counting.loader.due(without_row)) == []
+    if ending == "clear":
+        counting.loader.clear()
+    elif ending == "abort":
+        counting.scheduler.abort("a")
+    assert len(list(counting.loader.due(with_row))) == expected
+    assert list(counting.loader.due(with_row)) == []
