@@ -102,13 +102,13 @@ class GroupQueues:
         return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
 
     def _num_pages_to_keep(self, seq: Sequence) -> int:
-        """Half of what a sequence may yet grow by, since not all are at their limits at once.
+        """What a sequence is expected to grow by: half of what it has said, or half of the way to its limit if less.
 
         So much is kept for each sequence that was recomputed, lest it is again.
         """
-        memory = self._memory
-        now = memory.pages_at_most(seq.num_tokens, self._chunk)
-        return max(memory.pages_at_most(seq.group.limit, self._chunk) - now, 0) // 2
+        growth = max(min(seq.num_output_tokens, seq.group.limit - seq.num_tokens), 0) // 2
+        now, then = (self._memory.pages_at_most(n, self._chunk) for n in (seq.num_tokens, seq.num_tokens + growth))
+        return then - now
 
     def _fits(self, group: SequenceGroup, due: int) -> bool:
         memory, live = self._memory, group.live

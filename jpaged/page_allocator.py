@@ -159,7 +159,8 @@ class PageAllocator:
         Raises:
           PageStateError: the page is not in use.
         """
-        self._require_references(page, 1, "retained")
+        if page <= 0 or page >= self._num_pages or not self._ref_counts[page]:
+            self._require_references(page, 1, "retained")
         self._retained[page] = 1
 
     def forget(self, page: int) -> None:

@@ -137,8 +137,8 @@ def paged_attention(
         meta = dataclasses.replace(meta, work=meta.work.xla)
     if not isinstance(meta.work, GPUWork if name == "mosaic_gpu" else XLAWork):
         raise ValueError(
-            f"meta.work is a {type(meta.work).__name__}; expected the schedule of {name!r}: call plan_attention with the "
-            "spec of these pages"
+            f"meta.work is a {type(meta.work).__name__}; expected the schedule of {name!r}: call plan_attention with "
+            "the spec of these pages"
         )
     options = AttentionOptions(
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),

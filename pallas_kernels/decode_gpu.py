@@ -26,10 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
 from . import gpu_plan as plan
+from . import swapped_gpu
 from .combine_gpu import join_pieces, load_queries, load_sinks, store_partial, store_rows, zero_padding
 from .metadata import PagedMetadata
 from .pages import KVPages
-from .tuning import GPUBlocks
 from .xla import AttentionOptions
 
 _LOG2E = math.log2(math.e)
@@ -198,7 +198,7 @@ def _consume(refs, scratch, *, blocks, group, head_dim, dtype, options, with_lse
 def _produce(refs, scratch, *, blocks, page_size):
     """Loads a worker's share: one warp a consumer."""
     _, pages, records, page_table, *_ = refs
-    _, k_smem, v_smem, _, k_full, v_full, k_freed, v_freed = scratch
+    k_smem, v_smem, _, k_full, v_full, k_freed, v_freed = scratch
     bkv, stages = blocks.block_kv, blocks.stages
     box = math.gcd(page_size, bkv)
 
@@ -254,12 +254,13 @@ def _produce(refs, scratch, *, blocks, page_size):
     plgpu.warp_map(warp)
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "blocks", "options", "with_lse"))
-def attend(q, pages, records, page_table, counters, sinks, *, page_size, blocks, options, with_lse):
+@functools.partial(jax.jit, static_argnames=("tokens", "narrow", "page_size", "blocks", "options", "with_lse"))
+def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, page_size, blocks, options, with_lse):
     """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
     num_tokens, heads, head_dim = q.shape
     group = heads // (pages.shape[2] // 2)
-    tile_rows = plan.tile_tokens(group, num_tokens) * group
+    tile_rows = tokens * group
+    columns = -(-tile_rows // 8) * 8
     box = math.gcd(page_size, blocks.block_kv)
     has = (True, True, True, True, True, sinks is not None)
 
@@ -275,7 +276,8 @@ def attend(q, pages, records, page_table, counters, sinks, *, page_size, blocks,
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_consumer_registers(blocks.consumers), action="increase")
-            _consume(
+            consume = functools.partial(swapped_gpu.consume, n=columns, transforms=transforms) if narrow else _consume
+            consume(
                 refs,
                 scratch,
                 blocks=blocks,
@@ -289,7 +291,7 @@ def attend(q, pages, records, page_table, counters, sinks, *, page_size, blocks,
         @pl.when(wg == blocks.consumers)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            _produce(refs, scratch, blocks=blocks, page_size=page_size)
+            _produce(refs, scratch[-7:], blocks=blocks, page_size=page_size)
 
     tile = (blocks.consumers, blocks.stages, blocks.block_kv, head_dim)
     transforms = (
@@ -306,11 +308,15 @@ def attend(q, pages, records, page_table, counters, sinks, *, page_size, blocks,
         jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows), jnp.float32),
     ]
+    own = [plgpu.SMEM((blocks.consumers, columns if narrow else plan.TILE_ROWS, head_dim), q.dtype, transforms=transforms)]
+    if narrow:
+        own.append(plgpu.SMEM((blocks.consumers, columns, blocks.block_kv), q.dtype, transforms=transforms))
+        own.append(plgpu.SMEM((blocks.consumers, _WARPS, columns), jnp.float32))
     call = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((blocks.consumers, plan.TILE_ROWS, head_dim), q.dtype, transforms=transforms),
+            *own,
             plgpu.SMEM(tile, q.dtype, transforms=transforms),
             plgpu.SMEM(tile, q.dtype, transforms=transforms),
             plgpu.SMEM((blocks.consumers, 1), jnp.int32),
@@ -350,13 +356,18 @@ def paged_attention_gpu(
 ) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
     """The Mosaic GPU implementation of `paged_attention`; `meta.work` must be a `GPUWork`."""
     spec, work = kv_pages.spec, meta.work
+    num_tokens, _, head_dim = q.shape
+    group = q.shape[1] // spec.num_kv_heads
+    # No more tokens than rows: a decode step. Its tiles are narrow, which is faster for one token a row.
+    narrow = num_tokens <= meta.kv_lens.shape[0] and head_dim % 64 == 0
+    tokens = plan.tile_tokens(group, num_tokens, narrow)
     with jax.named_scope("paged_attention"):
         records = plan.make_work_list(
             meta,
             work.q_lens,
             page_size=spec.page_size,
             num_kv_heads=spec.num_kv_heads,
-            group=q.shape[1] // spec.num_kv_heads,
+            tokens=tokens,
             sliding_window=options.sliding_window,
             block_kv=work.blocks.block_kv,
             num_workers=work.blocks.num_workers,
@@ -369,6 +380,8 @@ def paged_attention_gpu(
             meta.page_table,
             work.counters,
             sinks,
+            tokens=tokens,
+            narrow=narrow,
             page_size=spec.page_size,
             blocks=work.blocks,
             options=options,

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
-from .tuning import TILE_ROWS, GPUBlocks
+from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
 from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
@@ -64,14 +64,14 @@ def plan_gpu(meta: PagedMetadata, xla: XLAWork, blocks: GPUBlocks) -> GPUWork:
     )
 
 
-def tile_tokens(group: int, num_tokens: int) -> int:
-    """Query tokens of a tile: as many as fill the rows of a matrix instruction, with `group` query heads each."""
-    return max(1, min(TILE_ROWS // group, num_tokens))
+def tile_tokens(group: int, num_tokens: int, narrow: bool) -> int:
+    """Query tokens of a tile, of `group` query heads each: as many as fill its rows, 8 if `narrow`, else 64."""
+    return max(1, min((NARROW_ROWS if narrow else TILE_ROWS) // group, num_tokens))
 
 
-def num_records(num_rows: int, num_tokens: int, num_kv_heads: int, group: int, num_workers: int) -> int:
+def num_records(num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int, num_workers: int) -> int:
     """Static length of a work list: one record a worker, then one for each unit that there can be."""
-    return num_workers + _num_tiles(num_rows, num_tokens, tile_tokens(group, num_tokens)) * num_kv_heads
+    return num_workers + _num_tiles(num_rows, num_tokens, tokens) * num_kv_heads
 
 
 def _num_tiles(num_rows: int, num_tokens: int, tokens: int) -> int:
@@ -97,7 +97,7 @@ def make_work_list(
     *,
     page_size: int,
     num_kv_heads: int,
-    group: int,
+    tokens: int,
     sliding_window: int | None,
     block_kv: int,
     num_workers: int,
@@ -110,7 +110,7 @@ def make_work_list(
 
     Args:
       q_lens: query tokens of the rows, 0 for padding.
-      group: query heads of a KV head.
+      tokens: query tokens of a tile.
       block_kv: KV tokens of a block; pieces begin at its multiples.
       min_share: the least share, in blocks.
 
@@ -122,7 +122,6 @@ def make_work_list(
       FIRST_WORKER + k's and its slot is twice that, plus 1 for the first piece. LIVE_TOKENS: of the step.
     """
     num_rows, num_tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
-    tokens = tile_tokens(group, num_tokens)
     capacity = _num_tiles(num_rows, num_tokens, tokens)
 
     def arange(n: int) -> Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from .pages import PageSpec
 
 TILE_ROWS = 64  # rows of a matrix instruction: query tokens times query heads of a KV head
+NARROW_ROWS = 8  # the fewest columns of one
 _SHARED_MEMORY = 227 * 1024  # bytes a block of threads may have on Hopper
 _BARRIERS_AND_SLACK = 1280
 _MAX_STAGES = 8  # two groups of 8 barriers a consumer

@@ -111,7 +111,7 @@ def waste_table(records: Sequence[Record]) -> str:
     rows = (
         [
             title,
-            feed,
+            feed if p is schemes["paged"] else f"{feed}, lengths not known",
             _percent(p["wasted_fraction"], 2),
             f"{p['num_preemptions']:,}",
             f"{p['num_requests']:,}",
@@ -122,7 +122,8 @@ def waste_table(records: Sequence[Record]) -> str:
         ]
         for title, feeds, _ in having(records, "batches")
         for feed, schemes in feeds.items()
-        for p in [schemes["paged"]]
+        for p in (schemes["paged"], schemes.get("lengths not known"))
+        if p is not None
     )
     columns += ["A token computed, times at most", "Computed again, %", "Prompt tokens found, %"]
     return table(columns, rows, num_text=2)
@@ -165,7 +166,11 @@ def batch_table(records: Sequence[Record]) -> str:
     rows = [row(f"the paper, {name}", rates[name], mean) for name, mean in PAPER_BATCHES.items()]
     for title, feeds, _ in having(records, "batches"):
         for feed, schemes in feeds.items():
-            rows.append(row(title, feed, {scheme: schemes[scheme][schemes["ratios_of"]] for scheme in SCHEMES}))
+            mean = {scheme: schemes[scheme][schemes["ratios_of"]] for scheme in SCHEMES}
+            rows.append(row(title, feed, mean))
+            if (unknown := schemes.get("lengths not known")) is not None:
+                mean = mean | {"paged": unknown[schemes["ratios_of"]]}
+                rows.append(row(title, f"{feed}, lengths not known", mean))
     return table(["Workload", "Requests come", *SCHEMES.values(), *ratios], rows, num_text=2)
 
 

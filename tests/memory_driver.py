@@ -1,6 +1,8 @@
 """Sequences in a memory manager, without a scheduler: they start, compute what they have, and end."""
 
 import itertools
+import sys
+from collections.abc import Callable
 
 from jpaged.memory_manager import MemoryManager
 from jpaged.page_allocator import PageAllocator
@@ -60,3 +62,21 @@ def found(memory: MemoryManager, tokens, **more) -> PrefixHit:
 def end(memory: MemoryManager, *seqs: Sequence) -> None:
     for seq in seqs:
         memory.release(seq)
+
+
+def num_lines_run(call: Callable[[], object]) -> int:
+    """Lines of Python that a call executes: what it costs, whatever the machine does meanwhile."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

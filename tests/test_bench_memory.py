@@ -154,6 +154,19 @@ def test_users_talk_one_turn_at_a_time() -> None:
     assert feed.next_s is None
 
 
+def test_outputs_end_where_the_trace_says_though_the_scheduler_does_not_know() -> None:
+    lengths = Lengths(source="two", prompt_tokens=np.array([4, 6]), output_tokens=np.array([3, 9]))
+    known, unknown = (
+        Settings(slots=256, page_size=4),
+        Settings(slots=256, page_size=4, known_lengths=False, max_model_len=40),
+    )
+    results = [replay(lengths, all_at_once(lengths), STEADY, given).as_dict() for given in (known, unknown)]
+    for result in results:
+        del result["host_us_per_row"]
+    assert results[0] == results[1]
+    assert results[0]["num_steps"] == 9
+
+
 def test_arrivals_are_waited_for() -> None:
     lengths = fixed_lengths(4, 2, count=3)
     feed = poisson(lengths, 0.01)
@@ -271,7 +284,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,37,4\n2
     ],
     ids=["sharegpt", "mooncake", "azure"],
 )
-def test_every_format_is_measured_tabled_rendered_and_drawn(
+def test_every_format_is_measured_tabled_and_rendered(
     text: str, parts: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace"
@@ -293,10 +306,15 @@ def test_every_format_is_measured_tabled_rendered_and_drawn(
     for part, render in render_benchmarks.render_memory.PARTS.items():
         assert len({row.count(" | ") for row in render([record]).splitlines()}) == 1, part
     assert "ShareGPT, first turns" in render_benchmarks.render_memory.waste_table([record])
-    pytest.importorskip("matplotlib")
-    drawn = {path.name for path in figures.draw([record], tmp_path)}
-    assert {"memory-causes.png", "memory-batches.png"} <= drawn
-    assert len(drawn) == 2 + 2 * ("sharing" in parts) + ("chat" in parts or "blocks" in parts)
+    drawn: dict[str, int] = {}
+    monkeypatch.setattr(figures, "save_figure", lambda path, *panels: drawn.update({path.name: len(panels)}))
+    assert [path.name for path in figures.draw([record], tmp_path)] == list(drawn)
+    expected = {"memory-causes.png": 2, "memory-batches.png": 1}
+    if "sharing" in parts:
+        expected |= {"memory-page-sizes.png": 3, "memory-sharing.png": 2}
+    if parts & {"chat", "blocks"}:
+        expected |= {"memory-hits.png": 1}
+    assert drawn == expected
 
 
 @pytest.mark.parametrize(
@@ -329,8 +347,15 @@ def test_swap_costs_are_what_the_scheduler_reads(
 ) -> None:
     # Everything but the engine's prefill, which has its own tests and would take seconds to compile.
     monkeypatch.setattr(bench_swap, "measure_prefill", lambda config, dtype, lengths, repeats: {8: 0.1, 16: 0.2})
-    words = "--layers 1 --page-size 8 --page-sizes 8 --pages 1 2 --tokens 16 --repeats 1 --max-mib 8".split()
-    monkeypatch.setattr(sys, "argv", ["bench_swap.py", *words])
+    words = {
+        "--layers": "1",
+        "--page-size": "8",
+        "--page-sizes": "8",
+        "--tokens": "16",
+        "--repeats": "1",
+        "--pages": "1",
+    }
+    monkeypatch.setattr(sys, "argv", ["bench_swap.py", *(word for pair in words.items() for word in pair)])
     assert bench_swap.main() == 0
     out = capsys.readouterr().out
     path = tmp_path / "costs.json"

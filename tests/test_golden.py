@@ -17,6 +17,7 @@ from tests.golden import tiny_models
 GOLDEN = Path(__file__).parent / "golden"
 SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())
 TINY = {entry["name"]: entry for entry in json.loads((GOLDEN / "tiny.json").read_text())["models"]}
+BEAM = [entry for entry in json.loads((GOLDEN / "beam.json").read_text())["prompts"] if entry["model"] == "smollm2"]
 PROMPTS = SMOLLM2["prompts"]
 ATOL = 1e-3
 TINY_ATOL = 1e-4
@@ -59,6 +60,7 @@ def llm(model, smollm2_path):
         cache=CacheConfig(num_pages=600),
         scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=512, max_model_len=1664),
         token_buckets=(24, 512),
+        max_logprobs=24,  # of six beams with three stop ids
         check_invariants=True,
     )
     return LLM(model, tokenizer=smollm2_path, config=config, progress=False)
@@ -152,6 +154,39 @@ def test_scores_equal_transformers(llm) -> None:
     assert list(score.token_ids) == want["token_ids"]
     near(score.logprobs, want["logprobs"][1:], ATOL, "score")
     assert score.perplexity == pytest.approx(want["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize("every", [pytest.param(9, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+def test_beam_search_equals_transformers(llm, every: int) -> None:
+    """Beams are forks that share pages; many searches at once, in one pool."""
+    from jpaged import SamplingParams
+
+    searches = [(entry, search) for entry in BEAM for search in entry["searches"]]
+    # Each prompt is searched 27 times: the offset takes another combination of each.
+    searches = [pair for index, pair in enumerate(searches) if index % every == index // 27 % every]
+    assert {search["width"] for _, search in searches} == {2, 4, 6}
+    params = [
+        SamplingParams(
+            temperature=0,
+            use_beam_search=True,
+            n=len(search["token_ids"]),
+            best_of=search["width"],
+            length_penalty=search["length_penalty"],
+            early_stopping=search["early_stopping"],
+            max_tokens=entry["max_tokens"],
+            min_tokens=entry["min_tokens"],
+            stop_token_ids=entry["stop_token_ids"],
+            ignore_eos=True,
+        )
+        for entry, search in searches
+    ]
+    copied = llm.stats().num_copied_pages
+    outputs = llm.generate([entry["token_ids"] for entry, _ in searches], params)
+    for (entry, search), output in zip(searches, outputs, strict=True):
+        what = f"{entry['name']} {search['width']} {search['length_penalty']} {search['early_stopping']}"
+        assert [list(completion.token_ids) for completion in output.completions] == search["token_ids"], what
+        near([completion.score for completion in output.completions], search["scores"], ATOL, what)
+    assert llm.stats().num_copied_pages > copied
 
 
 # --- small random models ----------------------------------------------------------------------------------------------

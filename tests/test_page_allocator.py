@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jpaged.errors import ConfigError, OutOfPagesError, PageStateError
 from jpaged.page_allocator import PageAllocator
+from tests.memory_driver import num_lines_run
 
 
 class PageAllocatorMachine(RuleBasedStateMachine):
@@ -226,6 +227,28 @@ def test_a_retained_page_that_is_forgotten_is_an_ordinary_one():
     assert (allocator.num_cached, allocator.num_free) == (0, 3)
     with pytest.raises(PageStateError, match=f"page {used} cannot be forgotten: it is not retained"):
         allocator.forget(used)
+
+
+def test_what_a_call_costs_does_not_depend_on_the_pool():
+    costs = []
+    for num_pages in (20, 5_000):
+        allocator = PageAllocator(num_pages, 16)
+        pages = allocator.allocate(num_pages - 1)
+        for page in pages[:-5]:
+            allocator.retain(page)
+        allocator.free(pages[3:])
+        calls = (
+            lambda a=allocator: a.share([4, 5]),
+            lambda a=allocator: a.free([4, 5]),
+            lambda a=allocator: a.allocate(5),  # free ones
+            lambda a=allocator: a.allocate(5),  # cached ones
+            lambda a=allocator: a.retain(1),
+            lambda a=allocator: a.forget(4),
+        )
+        costs.append([num_lines_run(call) for call in calls])
+        assert allocator.num_free == 1
+    assert costs[0] == costs[1]
+    assert all(costs[0])
 
 
 def test_out_of_pages_says_how_many_and_what_to_do():

@@ -10,6 +10,7 @@ from jpaged import prefix_cache
 from jpaged.errors import PageStateError
 from jpaged.page_allocator import PageAllocator
 from jpaged.prefix_cache import CachedPage, CacheKey, PrefixCache, token_bytes
+from tests.memory_driver import num_lines_run
 
 SIZE = 4
 KEY = CacheKey()
@@ -245,6 +246,27 @@ def test_siblings_that_begin_alike_are_unlinked_one_by_one():
             left.remove(last)
             expected = pages[max(left)] if left else 0
             assert find(cache, [1, 2, 3, 9, 9]) == ([], expected, 3 if left else 0)
+
+
+def test_what_a_call_costs_does_not_depend_on_the_number_of_cached_pages():
+    costs = []
+    for num_texts in (20, 1_000):
+        allocator, cache = make(num_pages=2 * num_texts + 4)
+        for number in range(num_texts):
+            pages = allocator.allocate(2)
+            enter(cache, [1, 2, 3, 10 + number, 5, 6, 7, 8], pages)  # all of them begin alike
+            allocator.free(pages)
+        pages = allocator.allocate(2)
+        calls = (
+            lambda c=cache: c.find(KEY, token_bytes([1, 2, 3, 12, 5, 6, 0]), max_tokens=6),
+            lambda c=cache: c.find(KEY, token_bytes([1, 2, 3, 0]), max_tokens=3),
+            lambda c=cache, p=pages: enter(c, [1, 2, 3, 9, 9, 9, 9, 9], p),
+            lambda a=allocator: a.allocate(6),
+        )
+        costs.append([num_lines_run(call) for call in calls])
+        assert cache.num_evictions == 5
+    assert costs[0] == costs[1]
+    assert all(costs[0])
 
 
 # ---------------------------------------------------------------------------------------------- windows

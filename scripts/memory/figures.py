@@ -44,7 +44,8 @@ def _batches(records: Sequence[Record]) -> list[Panel]:
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for title, feeds, record in having(records, "batches"):
         hardware = record.results["workload"]["hardware"]
-        means = {name: feeds[AT_ONCE][scheme]["saturated_mean_requests"] for scheme, name in SCHEMES.items()}
+        schemes = feeds[AT_ONCE]
+        means = {name: schemes[scheme][schemes["ratios_of"]] for scheme, name in SCHEMES.items()}
         groups.setdefault(hardware, {})[title.replace(", ", "\n")] = means
     return [
         GroupedBars(groups=bars, ylabel="requests at once, more waiting", title=f"Memory of {hardware}")

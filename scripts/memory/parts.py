@@ -93,9 +93,14 @@ def batches(workload: Workload) -> dict[str, Any]:
                 max_num_seqs=workload.settings.max_num_seqs,
             )
         # All at once, the memory decides as long as requests wait; else how fast they come has a say all the time.
-        what = "saturated_mean_requests" if name == "all at once" else "mean_requests"
+        waits = name == "all at once" and all(result["saturated_mean_requests"] for result in schemes.values())
+        what = "saturated_mean_requests" if waits else "mean_requests"
         ratios = {scheme: round(schemes["paged"][what] / schemes[scheme][what], 3) for scheme in RESERVATIONS}
         results[name] = schemes | {"ratios": ratios, "ratios_of": what}
+    unknown = replace(workload.settings, known_lengths=False, max_model_len=workload.max_model_len)
+    results["all at once"]["lengths not known"] = replay(
+        lengths, all_at_once(lengths), workload.hardware, unknown
+    ).as_dict()
     return results
 
 

