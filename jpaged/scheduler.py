@@ -9,8 +9,9 @@ and each plan spends one budget of tokens, in three passes, each in the order of
 
 The order of service is the order of arrival, or that of aged priorities. If pages run out, the last group in that order
 is preempted, as a whole, and comes back before anybody new: then nobody is admitted who would take its pages. A group
-that does not fit may be passed by a bounded number of younger ones. The first group is never preempted, and alone it
-always fits; so every plan without results in flight makes progress.
+that does not fit may be passed by a bounded number of younger ones. A group that was computed twice is not made to do
+it again while others can go on: who lacks its pages waits. The first group is never preempted, and alone it always
+fits; so every plan without results in flight makes progress.
 
 Plans may run ahead of results: `plan` counts the tokens of a step as computed, and its samples as pending, when the
 step is planned; `update` fills in the sampled tokens whenever they have been read. Pages and state indices are given
@@ -20,9 +21,8 @@ the prefix cache as soon as the step that fills them is planned, by rows of that
 """
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as AbstractSequence
 
-from jpaged.beam_search import BeamSearch
+from jpaged.beam_steps import BeamSteps, Candidates
 from jpaged.config import SchedulerConfig
 from jpaged.errors import RequestError
 from jpaged.group_queues import GroupQueues
@@ -34,8 +34,6 @@ from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
 from jpaged.step_plan import StepPlan
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
-
-Candidates = AbstractSequence[tuple[int, float]]
 
 
 class Scheduler:
@@ -87,7 +85,7 @@ class Scheduler:
         self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
         self._queues = GroupQueues(config, memory, chunk=self._chunk)
-        self._candidates: dict[Sequence, Candidates] = {}  # of beams whose search waits for other beams
+        self._beams = BeamSteps(self._queues)
         self._num_arrived = 0
 
     @property
@@ -148,15 +146,7 @@ class Scheduler:
         seq.limit = group.limit = self._limits.num_tokens(request)
         seq.stop_ids = (frozenset() if params.ignore_eos else self._eos_token_ids) | set(params.stop_token_ids)
         if params.use_beam_search:
-            group.beam = BeamSearch(
-                width=params.num_sequences,
-                num_return=params.n,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                stop_token_ids=seq.stop_ids,
-                max_tokens=seq.limit - seq.num_prompt_tokens,
-                min_tokens=params.min_tokens,
-            )
+            self._beams.begin(group)
         if params.num_sequences > 1:
             seq.limit = 0  # so that `plan` treats it apart: it forks, or the search must first decide on its token
         aged = request.priority * self._config.priority_aging_s + request.arrival_time_s
@@ -215,7 +205,7 @@ class Scheduler:
             lacking += group.live
             for seq in group.live:
                 if seq.num_computed_tokens < seq.num_tokens:
-                    self._candidates.pop(seq, None)  # it gives them once more
+                    self._beams.forget(seq)  # it says once more what comes next
                 if seq.status is RUNNING and rows.budget:
                     self._plan_chunk(seq, rows)
 
@@ -261,7 +251,7 @@ class Scheduler:
         and completed a stop string too.
         """
         if seq.status is not FINISHED:
-            self._candidates.pop(seq, None)
+            self._beams.forget(seq)
             self._queues.finish(seq)
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
@@ -387,25 +377,6 @@ class Scheduler:
             return
         if group.beam is None or candidates is None:
             raise ValueError(f"{request.request_id!r} searches with beams: give the candidates of its rows")
-        self._candidates[seq] = candidates(row)
-        if all(other in self._candidates for other in group.seqs):
-            self._advance_beams(group, group.beam)
-
-    def _advance_beams(self, group: SequenceGroup, beam: BeamSearch) -> None:
-        """Turns the beams of the last step into those of the next one: they are dropped or forked, and get a token."""
-        old = group.seqs
-        moves = beam.advance([self._candidates.pop(seq) for seq in old])
-        for index, seq in enumerate(old):
-            if moves and all(parent != index for parent, _ in moves):
-                self._queues.finish(seq)  # never the last one: the group goes on
-        beams: list[Sequence] = []
-        for parent, _ in moves:
-            seq = old[parent]
-            beams.append(self._queues.fork(seq, 0) if seq in beams else seq)
-        for seq, (_, token) in zip(beams, moves, strict=True):
-            seq.tokens.append(token)
-        if moves:
-            group.seqs = beams
-        else:
-            for seq in old:
-                self.finish(seq, "stop")
+        if self._beams.take(seq, candidates(row)):
+            for other in group.seqs:
+                self.finish(other, "stop")

@@ -1,6 +1,7 @@
 """What differs between the versions of jax, and between GPUs: asked here and nowhere else."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -51,5 +52,5 @@ def current_gpu() -> GPU | None:
     return None
 
 
-def _devices() -> list[jax.Device]:
+def _devices() -> list[Any]:
     return jax.devices() if jax.default_backend() == "gpu" else []

@@ -4,8 +4,8 @@
 
 Each time is that of one call of `paged_attention`, device time: calls are chained in one program, each on the output of
 the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
-is replayed and the median of several batches of replays is taken. The plan, which all layers of a step share, is made
-before and timed apart. Prints tables and a last line of JSON.
+is replayed and the median of several batches of replays is taken. The work list, which all layers of a step share, is
+made before and timed apart. Prints tables and a last line of JSON.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import numpy as np
 
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, paged_attention, plan_attention
 from jpaged.pallas_kernels.cost import attention_cost
+from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts.report import print_json, print_table
 
 READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
@@ -85,36 +86,60 @@ def make_metadata(table: jax.Array, length: int) -> PagedMetadata:
     )
 
 
-def median_us(compiled, queries, arguments, calls: int, replays: int, batches: int = 5) -> float:
+def median_us(step, queries, arguments, calls: int, replays: int, batches: int = 5) -> float:
     """Microseconds a call; `queries` are donated and come back, so that no buffer moves between replays."""
     for _ in range(4):
-        queries = compiled(queries, *arguments)
+        queries = step(queries, *arguments)
     jax.block_until_ready(queries)
     times = []
     for _ in range(batches):
         start = time.perf_counter()
         for _ in range(replays):
-            queries = compiled(queries, *arguments)
+            queries = step(queries, *arguments)
         jax.block_until_ready(queries)
         times.append((time.perf_counter() - start) / replays / calls * 1e6)
     return statistics.median(times)
 
 
 def time_cell(kv_pages: KVPages, heads: int, rows: int, length: int, implementation: str, calls: int, replays: int):
+    from jpaged.pallas_kernels.decode_gpu import attend, choose_tile, make_records
+
     spec = kv_pages.spec
     tables = make_tables(spec, rows, length, calls)
     planned = jax.jit(partial(plan_attention, spec=spec))(make_metadata(tables[0], length))
     queries = jax.random.normal(jax.random.key(1), (rows, heads, spec.head_dim), jnp.bfloat16)
+    shape = queries.shape
+    records = jax.jit(lambda planned: make_records(shape, spec, planned, None))(planned)
+    tokens, narrow = choose_tile(rows, rows, heads // spec.num_kv_heads, spec.head_dim)
+    options = AttentionOptions(scale=spec.head_dim**-0.5, sliding_window=None, soft_cap=None)
 
-    def chain(queries, kv_pages, tables, planned):
+    def kernels(queries, kv_pages, tables, planned, records):
+        work = planned.work
         for table in tables:
-            meta = dataclasses.replace(planned, page_table=table)
-            queries = paged_attention(queries, kv_pages, meta, implementation=implementation)
+            queries, _ = attend(
+                queries,
+                kv_pages.data,
+                records,
+                table,
+                work.counters,
+                None,
+                tokens=tokens,
+                narrow=narrow,
+                page_size=spec.page_size,
+                blocks=work.blocks,
+                options=options,
+                with_lse=False,
+            )
         return queries
 
-    arguments = kv_pages, tables, planned
-    compiled = jax.jit(chain, donate_argnums=0).lower(queries, *arguments).compile()
-    return median_us(compiled, queries, arguments, calls, replays)
+    def xla(queries, kv_pages, tables, planned, _):
+        for table in tables:
+            meta = dataclasses.replace(planned, page_table=table)
+            queries = paged_attention(queries, kv_pages, meta, implementation="xla")
+        return queries
+
+    step = jax.jit(xla if implementation == "xla" else kernels, donate_argnums=0)
+    return median_us(step, queries, (kv_pages, tables, planned, records), calls, replays)
 
 
 def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells, *, xla: bool) -> list[dict]:
@@ -154,38 +179,26 @@ def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells
 
 def bench_plan(rows: int, length: int) -> float:
     """Microseconds of the plan of a step, made once for all layers: chained, each on lengths from the last."""
-    spec = PageSpec(64, 16, 8, 128, jnp.dtype("bfloat16"), "mosaic_gpu")
-    calls = 16
+    from jpaged.pallas_kernels.decode_gpu import make_records
 
-    def chain(kv_lens, meta, q, kv_pages):
-        from jpaged.pallas_kernels import gpu_plan
+    spec, calls = PageSpec(64, 16, 8, 128, jnp.dtype("bfloat16"), "mosaic_gpu"), 16
 
+    def chain(kv_lens, meta):
         for _ in range(calls):
             planned = plan_attention(dataclasses.replace(meta, kv_lens=kv_lens), spec)
-            records = gpu_plan.make_work_list(
-                planned,
-                planned.work.q_lens,
-                page_size=16,
-                num_kv_heads=8,
-                group=4,
-                sliding_window=None,
-                block_kv=planned.work.blocks.block_kv,
-                num_workers=planned.work.blocks.num_workers,
-                min_share=planned.work.blocks.min_share,
-            )
-            kv_lens = kv_lens + jnp.minimum(records[-1, gpu_plan.COUNT], 0)  # 0, but known only once it is made
+            records = make_records((rows, 32, 128), spec, planned, None)
+            kv_lens = kv_lens + jnp.minimum(records[:rows, 0], 0)  # 0, but known only once the list is made
         return kv_lens
 
     meta = make_metadata(jnp.zeros((rows, 1), jnp.int32), length)
-    arguments = meta, None, None
-    lengths = meta.kv_lens + 0
-    compiled = jax.jit(chain, donate_argnums=0).lower(lengths, *arguments).compile()
-    return round(median_us(compiled, lengths, arguments, calls, replays=10), 1)
+    return round(median_us(jax.jit(chain, donate_argnums=0), meta.kv_lens + 0, (meta,), calls, replays=10), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time paged decode attention.")
-    parser.add_argument("--page-sizes", default="16", help="comma-separated, of the first table")
+    parser.add_argument(
+        "--page-sizes", default="16", help="comma-separated; those after the first on five cells of the first table"
+    )
     parser.add_argument("--quick", action="store_true", help="five cells of the first table only")
     parser.add_argument("--xla", action="store_true", help="also time the XLA implementation, on three cells")
     arguments = parser.parse_args()
@@ -198,8 +211,10 @@ def main() -> None:
     results = []
     for model in models:
         for page_size in page_sizes if model == models[0] else page_sizes[:1]:
-            cells = QUICK if arguments.quick else CELLS
-            table = bench_decode(*model, page_size, cells, xla=arguments.xla and page_size == page_sizes[0])
+            cells = QUICK if arguments.quick or page_size != page_sizes[0] else CELLS
+            table = bench_decode(
+                *model, page_size, cells, xla=arguments.xla and model == models[0] and page_size == page_sizes[0]
+            )
             results += table
             columns = ["rows x KV tokens", "us", "TB/s", "of read roof", "best peer", "us", "times as fast"]
             lines = [

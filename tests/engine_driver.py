@@ -23,8 +23,10 @@ def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, cache=Non
     return Engine(model, config)
 
 
-def serve(engine: Engine, requests, *, at_once: bool = True) -> list:
-    """Outputs in order of the requests; checks the page accounting after each step."""
+def serve(engine: Engine, requests, *, at_once: bool = True, cold: bool = False) -> list:
+    """Outputs in order of the requests; checks the page accounting after each step. `cold`: nothing is cached."""
+    if cold:
+        engine.reset_prefix_cache()
     done = {}
     for index, (prompt, params) in enumerate(requests):
         engine.add(prompt, params, request_id=f"r{index}")

@@ -50,6 +50,7 @@ def make_scheduler(
     memory = MemoryManager.for_pool(
         num_pages, page_size, prefix_cache=prefix_cache, num_host_pages=host_pages, sliding_window=sliding_window
     )
+    config = {"headroom_pages": 0, **config}  # else hardly anybody is admitted to such small pools
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
     return Scheduler(settings, memory, max_model_len=max_model_len, eos_token_ids=[EOS])
 

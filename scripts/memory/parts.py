@@ -97,10 +97,10 @@ def batches(workload: Workload) -> dict[str, Any]:
         what = "saturated_mean_requests" if waits else "mean_requests"
         ratios = {scheme: round(schemes["paged"][what] / schemes[scheme][what], 3) for scheme in RESERVATIONS}
         results[name] = schemes | {"ratios": ratios, "ratios_of": what}
-    unknown = replace(workload.settings, known_lengths=False, max_model_len=workload.max_model_len)
-    results["all at once"]["lengths not known"] = replay(
-        lengths, all_at_once(lengths), workload.hardware, unknown
-    ).as_dict()
+    if times is None:
+        unknown = replace(workload.settings, known_lengths=False, max_model_len=workload.max_model_len)
+        result = replay(lengths, all_at_once(lengths), workload.hardware, unknown)
+        results["all at once"]["lengths not known"] = result.as_dict()
     return results
 
 

@@ -4,7 +4,6 @@ The fake model samples tokens that no request has in common and that end nothing
 says. Time passes as `Hardware` has it. Sums over time are averages weighted by how long the steps take.
 """
 
-import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -67,7 +66,6 @@ class ReplayResult:
 
     Attributes:
       num_requests, num_steps, seconds: of the run; seconds of the hardware's time.
-      host_us_per_row: CPU time here, of planning and updating, a row of a step.
       mean_requests, mean_sequences: running at once.
       saturated_mean_requests, saturated_fraction: running at once, and part of the time, while more requests waited.
       wasted_fraction: empty slots of used pages over the slots of used pages.
@@ -85,7 +83,6 @@ class ReplayResult:
     num_requests: int
     num_steps: int
     seconds: float
-    host_us_per_row: float
     mean_requests: float
     mean_sequences: float
     saturated_mean_requests: float
@@ -176,8 +173,8 @@ class Replay:
         self._ends = lengths.prompt_tokens + np.maximum(lengths.output_tokens, 1)
         self.computations = Computations()
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._clock_s, self._host_s = 0.0, 0.0
-        self._num_ended = self._num_preempted = self._num_preemptions = self._num_steps = self._num_rows = 0
+        self._clock_s = 0.0
+        self._num_ended = self._num_preempted = self._num_preemptions = self._num_steps = 0
 
     def run(self) -> ReplayResult:
         """Serves everything.
@@ -187,9 +184,7 @@ class Replay:
         """
         while True:
             self._admit()
-            begin = time.process_time()
             plan = self.scheduler.plan()
-            self._host_s += time.process_time() - begin
             if plan is None:
                 if (next_s := self._feed.next_s) is None:
                     break
@@ -229,7 +224,6 @@ class Replay:
         step_s = self._hardware.step_s(plan.num_tokens, num_kv) if plan.seqs else 0.0
         self._clock_s += step_s
         self._num_steps += 1
-        self._num_rows += plan.num_seqs
         self.computations.add(plan)
         used, requests = self.allocator.num_used, len(scheduler.running)
         parts = {
@@ -255,9 +249,7 @@ class Replay:
             tokens = [_token(seq) for seq in plan.seqs]
         scores, seqs = self._scores, plan.seqs
         candidates = None if scores is None else lambda row: scores.of(seqs[row])
-        begin = time.process_time()
         self.scheduler.update(plan, tokens, candidates)
-        self._host_s += time.process_time() - begin
         for seq in plan.seqs:
             if seq.status is SequenceStatus.FINISHED:
                 self.computations.ended(seq)
@@ -282,7 +274,6 @@ class Replay:
             num_requests=self._num_ended,
             num_steps=self._num_steps,
             seconds=self._clock_s,
-            host_us_per_row=1e6 * self._host_s / self._num_rows,
             mean_requests=sums["requests"] / seconds,
             mean_sequences=sums["sequences"] / seconds,
             saturated_mean_requests=sums["saturated_requests"] / saturated,

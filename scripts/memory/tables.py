@@ -62,7 +62,6 @@ def _paged(title: str, paged: Mapping[str, Any]) -> Table:
         ["most times that a token was computed", paged["max_times_computed"]],
         ["computed again, %", percent(paged["recomputed_fraction"], 2)],
         ["prompt tokens found in the prefix cache, %", percent(paged["hit_fraction"], 2)],
-        ["plan and update, us a row", f"{paged['host_us_per_row']:.2f}"],
     ]
     return title, ["", ""], rows
 

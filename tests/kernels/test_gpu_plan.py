@@ -31,14 +31,14 @@ def metadata(q_lens: list[int], kv_lens: list[int], rows: int = ROWS, tokens: in
     )
 
 
-@partial(jax.jit, static_argnames=("group", "window", "workers"))
-def _work_list(meta: PagedMetadata, group: int, window: int | None, workers: int) -> jax.Array:
+@partial(jax.jit, static_argnames=("tokens", "window", "workers"))
+def _work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: int) -> jax.Array:
     return plan.make_work_list(
         meta,
         meta.cu_q_lens[1:] - meta.cu_q_lens[:-1],
         page_size=PAGE,
         num_kv_heads=HEADS,
-        group=group,
+        tokens=tokens,
         sliding_window=window,
         block_kv=BLOCK,
         num_workers=workers,
@@ -46,14 +46,14 @@ def _work_list(meta: PagedMetadata, group: int, window: int | None, workers: int
     )
 
 
-def work_list(meta: PagedMetadata, group: int, window: int | None, workers: int = WORKERS) -> np.ndarray:
-    return np.asarray(_work_list(meta, group, window, workers))
+def work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS) -> np.ndarray:
+    return np.asarray(_work_list(meta, tokens, window, workers))
 
 
-def units_of(meta: PagedMetadata, group: int, window: int | None) -> dict[tuple[int, int], tuple]:
+def units_of(meta: PagedMetadata, tokens: int, window: int | None) -> dict[tuple[int, int], tuple]:
     """By (first token, head): row, tokens, position of the first, and the blocks that the tile sees."""
     cu, kv_lens = np.asarray(meta.cu_q_lens), np.asarray(meta.kv_lens)
-    tokens, units = plan.tile_tokens(group, meta.positions.shape[0]), {}
+    units = {}
     for row in range(int(meta.num_seqs)):
         for token in range(cu[row], cu[row + 1], tokens):
             count = min(tokens, cu[row + 1] - token)
@@ -65,11 +65,11 @@ def units_of(meta: PagedMetadata, group: int, window: int | None) -> dict[tuple[
     return units
 
 
-def check(meta: PagedMetadata, group: int, window: int | None, workers: int = WORKERS) -> list[int]:
+def check(meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS) -> list[int]:
     """Walks the list as the workers do; returns each one's load in blocks."""
-    records, units = work_list(meta, group, window, workers), units_of(meta, group, window)
-    rows, tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
-    assert records.shape == (plan.num_records(rows, tokens, HEADS, group, workers), plan.RECORD)
+    records, units = work_list(meta, tokens, window, workers), units_of(meta, tokens, window)
+    rows, capacity = meta.kv_lens.shape[0], meta.positions.shape[0]
+    assert records.shape == (plan.num_records(rows, capacity, HEADS, tokens, workers), plan.RECORD)
     pieces: dict[tuple[int, int], list] = {}
     loads = []
     for worker in range(workers):
@@ -106,7 +106,7 @@ row_lengths = st.tuples(st.one_of(st.just(1), st.integers(1, 15)), st.one_of(st.
 
 
 @settings(max_examples=40)
-@given(st.lists(row_lengths, min_size=1, max_size=ROWS), st.sampled_from([(4, None), (3, 100)]))
+@given(st.lists(row_lengths, min_size=1, max_size=ROWS), st.sampled_from([(16, None), (2, 100)]))
 def test_every_block_once_and_shares_are_even(rows: list[tuple[int, int]], config: tuple[int, int | None]) -> None:
     meta = metadata([q_len for q_len, _ in rows], [q_len + before for q_len, before in rows])
     loads = check(meta, *config)
@@ -115,7 +115,7 @@ def test_every_block_once_and_shares_are_even(rows: list[tuple[int, int]], confi
 
 
 def test_no_rows_make_no_work() -> None:
-    records = work_list(metadata([], []), 4, None)
+    records = work_list(metadata([], []), 2, None)
     assert (records[:WORKERS, plan.COUNT] == 0).all()
     assert (records[:, plan.LIVE_TOKENS] == 0).all()
 
@@ -124,16 +124,24 @@ def test_no_rows_make_no_work() -> None:
 def test_equal_rows_are_cut_evenly_or_not_at_all(rows: int, length: int, pieces: int) -> None:
     """24 workers: 3 units are cut in 8 pieces each, 12 in 2; 24 and 48 units not at all."""
     meta = metadata([1] * rows, [length] * rows, rows=16, tokens=TOKENS)
-    loads = check(meta, 4, None)
-    records = work_list(meta, 4, None)
+    loads = check(meta, 2, None)
+    records = work_list(meta, 2, None)
     live = [record for record in records[:WORKERS] if record[plan.COUNT]]
     assert {int(record[plan.PIECES]) for record in live} == {pieces}
     assert len({load for load in loads if load}) == 1
 
 
 def test_a_long_row_among_short_ones_fills_the_workers() -> None:
-    loads = check(metadata([1] * 6, [3, 70, 6000, 1, 64, 65]), 4, None)
+    loads = check(metadata([1] * 6, [3, 70, 6000, 1, 64, 65]), 2, None)
     assert min(loads[:-2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("group", "num_tokens", "narrow", "tokens"),
+    [(4, 99, False, 16), (3, 99, False, 21), (64, 99, False, 1), (4, 99, True, 2), (16, 99, True, 1), (1, 5, True, 5)],
+)
+def test_tiles_hold_whole_tokens(group: int, num_tokens: int, narrow: bool, tokens: int) -> None:
+    assert plan.tile_tokens(group, num_tokens, narrow) == tokens
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 32))
