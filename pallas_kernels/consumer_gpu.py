@@ -246,7 +246,7 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
         def _():
             ends.join_pieces(
                 (refs.part, refs.part_lse, refs.counters, tiles.flags.at[me], refs.out, refs.lse, refs.sinks),
-                (piece.head, piece.token, piece.num_tokens * group, piece.pieces, piece.first_worker),
+                (piece.token, piece.head, piece.num_tokens * group, piece.pieces, piece.first_worker),
                 group=group,
                 head_dim=call.head_dim,
             )

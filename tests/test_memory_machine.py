@@ -293,6 +293,12 @@ class MemoryMachine(RuleBasedStateMachine):
             elif seq in computed and row.num_tokens and not group.num_preemptions:
                 assert row.start == computed[seq]
             self.versions.setdefault(group, self.driver.device.version)
+        for seq in {*self.scheduler.running_seqs} - {*plan.seqs}:  # who could go on does, as far as the budget goes
+            lacks = seq.num_tokens - seq.num_computed_tokens
+            at_limit = lacks == 0 or (seq.num_pending and (seq.group.beam or seq.num_tokens >= seq.group.limit))
+            most = self.allocator.pages_for(min(lacks, self.chunk)) + 2
+            has_room = self.allocator.num_available >= most and seq.group.live[0] is seq
+            assert at_limit or plan.num_tokens == self.config["budget"] or not has_room
         for group in plan.preempted:
             assert group in running
             assert not any(row.seq.group is group for row in rows)
@@ -340,21 +346,13 @@ class MemoryMachine(RuleBasedStateMachine):
         assert 0 <= allocator.num_used - len(held) <= memory.num_pinned_pages
         assert set(scheduler.running) | set(scheduler.waiting) == set(self.live)
         assert scheduler.has_work == bool(self.live)
-        in_flight = Counter(
-            seq
-            for plan, _ in self.driver.in_flight
-            for seq, samples in zip(plan.seqs, plan.samples, strict=True)
-            if samples
-        )
+        steps = [zip(plan.seqs, plan.samples, strict=True) for plan, _ in self.driver.in_flight]
+        in_flight = Counter(seq for step in steps for seq, samples in step if samples)
         for group in self.live:
-            limit = group.limit
-            for seq in group.live:
-                assert seq.num_pending == in_flight[seq]
-                assert seq.num_tokens <= limit
-            if self.config["sliding_window"] is not None:
-                continue
-            pages = {page for seq in group.seqs for page in seq.pages}
-            assert len(pages) <= self.pages_at_most(group, limit)
+            assert all(seq.num_pending == in_flight[seq] for seq in group.live)
+            assert all(seq.num_tokens <= group.limit for seq in group.live)
+            pages = {page for seq in group.seqs for page in seq.pages if page}
+            assert len(pages) <= self.pages_at_most(group, group.limit)
         ranks = [group.rank for group in scheduler.running]
         assert ranks == sorted(ranks)
 

@@ -11,10 +11,8 @@ from tests.scheduler_driver import Driver, make_group, make_scheduler
 
 
 def names(groups) -> str:
-    """The groups' or the rows' names, in one word."""
-    return "".join(
-        item.group.request.request_id if hasattr(item, "group") else item.request.request_id for item in groups
-    )
+    """Of groups or sequences, in one word."""
+    return "".join(item.request.request_id for item in groups)
 
 
 def run_ids(plan: StepPlan | None) -> str:

@@ -182,10 +182,8 @@ def test_a_beam_is_not_taken_twice_after_a_preemption():
     for _ in range(4):
         driver.step()
     queues, beams = driver.scheduler._queues, driver.scheduler._beams
-    first, second = group.seqs
-    assert not beams.take(
-        second, [(1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0)]
-    )  # as a step that did not reach the first
+    # As by a step that did not reach the first beam.
+    assert not beams.take(group.seqs[1], [(1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0)])
     queues.preempt(group)
     driver.drain()
     driver.check_answers(group)
@@ -211,7 +209,7 @@ def test_a_prompt_longer_than_the_pool_is_served_with_a_window(prefix_cache):
     options = {"sliding_window": 6, "max_chunk_tokens": 4, "prefix_cache": prefix_cache}
     driver = Driver(make_scheduler(num_pages=6, max_model_len=64, **options))
     run_all(driver, make_group("a", 50, max_tokens=10), make_group("b", 30, max_tokens=30))
-    with pytest.raises(PromptTooLongError, match="expected at most 19: .*the page pool of 20 tokens"):
+    with pytest.raises(PromptTooLongError, match=r"expected at most 19: .*the page pool of 20 tokens"):
         Driver(make_scheduler(num_pages=6, max_model_len=64)).add(make_group("a", 50))
 
 
@@ -255,7 +253,7 @@ def test_what_others_computed_is_pinned_and_not_a_copy_of_it(depth):
 def test_a_pin_that_others_could_not_grow_beside_is_refused():
     driver = Driver(make_scheduler(num_pages=9))
     driver.add(make_group("a", 5, max_tokens=20))
-    with pytest.raises(RequestError, match="'p' is to pin 2 of 8 pages, but request 'a'.* may need 7"):
+    with pytest.raises(RequestError, match=r"'p' is to pin 2 of 8 pages, but request 'a'.* may need 7"):
         driver.add(pin("p", PREFIX[:8]))
     driver.add(pin("q", PREFIX[:4]))
     with pytest.raises(PromptTooLongError, match="page pool of 28 tokens"):  # though nothing is pinned yet
