@@ -4,6 +4,7 @@
 #   PYTHON=/path/to/python               the Python to build the environment with (3.11 to 3.13; found if not given)
 #   VENV=.venv                           where the environment goes
 #   CONSTRAINTS=.ci/constraints-3.11.txt a pip constraints file that pins versions
+#   WORKERS=2                            how many processes run the tests (one a CPU, at most 4)
 #   PYTEST_ARGS="tests/test_engine.py"   what `make test` passes to pytest
 
 SHELL := bash
@@ -15,6 +16,7 @@ SHELL := bash
 PYTHON ?=
 VENV ?= .venv
 CONSTRAINTS ?=
+WORKERS ?= logical
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ demo: $(VENV)/.installed ## answer a handful of prompts with the default model, 
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed-dev ## run the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## check format, lint, types and import rules
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/check

@@ -1,6 +1,7 @@
 """Times paged decode attention on a GPU, beside what other libraries were measured to take on the same kind of card.
 
     python scripts/bench_kernels.py [--page-sizes 16,64] [--quick] [--xla]
+    python scripts/bench_kernels.py --render docs/benchmarks/h200-kernels.json     that record as tables in Markdown
 
 Each time is that of one call of `paged_attention`, device time: calls are chained in one program, each on the output of
 the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
@@ -10,6 +11,7 @@ made before and timed apart. Prints tables and a last line of JSON.
 
 import argparse
 import dataclasses
+import json
 import os
 import statistics
 import sys
@@ -26,6 +28,7 @@ import numpy as np
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, paged_attention, plan_attention
 from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.xla import AttentionOptions
+from scripts.markdown import table
 from scripts.report import print_json, print_table
 
 READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
@@ -115,12 +118,12 @@ def time_cell(kv_pages: KVPages, heads: int, rows: int, length: int, implementat
 
     def kernels(queries, kv_pages, tables, planned, records):
         work = planned.work
-        for table in tables:
+        for page_table in tables:
             queries, _ = attend(
                 queries,
                 kv_pages.data,
                 records,
-                table,
+                page_table,
                 work.counters,
                 None,
                 tokens=tokens,
@@ -133,13 +136,66 @@ def time_cell(kv_pages: KVPages, heads: int, rows: int, length: int, implementat
         return queries
 
     def xla(queries, kv_pages, tables, planned, _):
-        for table in tables:
-            meta = dataclasses.replace(planned, page_table=table)
+        for page_table in tables:
+            meta = dataclasses.replace(planned, page_table=page_table)
             queries = paged_attention(queries, kv_pages, meta, implementation="xla")
         return queries
 
     step = jax.jit(xla if implementation == "xla" else kernels, donate_argnums=0)
     return median_us(step, queries, (kv_pages, tables, planned, records), calls, replays)
+
+
+def cell_result(spec: PageSpec, heads: int, rows: int, length: int, us: float) -> dict:
+    """A time with what it is to be read against."""
+    cost = attention_cost(spec, num_heads=heads, q_lens=[1] * rows, kv_lens=[length] * rows)
+    peers = {
+        name: times[CELLS.index((rows, length))]
+        for name, times in PEERS[heads, spec.num_kv_heads, spec.head_dim].items()
+    }
+    best = min(peers, key=lambda name: peers[name])
+    return {
+        "heads": heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "page_size": spec.page_size,
+        "rows": rows,
+        "kv_len": length,
+        "us": round(us, 2),
+        "tb_per_s": round(cost.bytes_accessed / us / 1e6, 2),
+        "roofline": round(cost.bytes_accessed / READ_ROOF / (us * 1e-6), 3),
+        "best_peer": best,
+        "best_peer_us": peers[best],
+        "times_best_peer": round(peers[best] / us, 2),
+    }
+
+
+def render(record: dict) -> str:
+    """A record of this script as Markdown: a table for each kind of heads, geometric means below."""
+    parts, results = [], record["results"]["decode"]
+    for heads, kv_heads, head_dim in dict.fromkeys((r["heads"], r["kv_heads"], r["head_dim"]) for r in results):
+        mine = [r for r in results if (r["heads"], r["kv_heads"], r["head_dim"]) == (heads, kv_heads, head_dim)]
+        rows = [
+            [
+                f"{r['rows']} x {r['kv_len']:,}",
+                str(r["page_size"]),
+                f"{r['us']:.2f}",
+                f"{r['tb_per_s']:.2f}",
+                f"{r['roofline']:.0%}",
+                f"{r['best_peer_us']:.1f} ({r['best_peer']})",
+                f"{r['times_best_peer']:.2f}",
+            ]
+            for r in mine
+        ]
+        columns = ["Rows x KV tokens", "Page", "us", "TB/s", "Of the read roof", "Best peer, us", "Times as fast"]
+        first = [r["times_best_peer"] for r in mine if r["page_size"] == mine[0]["page_size"]]
+        parts.append(f"### {heads} query heads over {kv_heads}, head_dim {head_dim}\n\n{table(columns, rows)}")
+        parts.append(f"Geometric mean at page size {mine[0]['page_size']}: {statistics.geometric_mean(first):.2f}.\n")
+    versions = record["versions"]
+    parts.append(
+        f"Measured {record['date']} on one {record['device']}, commit `{record['commit']}`, jax {versions['jax']}, "
+        f"Python {record['python']}.\n"
+    )
+    return "\n".join(parts)
 
 
 def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells, *, xla: bool) -> list[dict]:
@@ -153,25 +209,10 @@ def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells
         us = time_cell(
             kv_pages, heads, rows, length, "mosaic_gpu", calls=16, replays=20 if rows * length < 2**17 else 8
         )
-        cost = attention_cost(spec, num_heads=heads, q_lens=[1] * rows, kv_lens=[length] * rows)
-        peers = {name: times[CELLS.index((rows, length))] for name, times in PEERS[heads, kv_heads, head_dim].items()}
-        best = min(peers, key=lambda name: peers[name])
-        result = {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "page_size": page_size,
-            "rows": rows,
-            "kv_len": length,
-            "us": round(us, 2),
-            "tb_per_s": round(cost.bytes_accessed / us / 1e6, 2),
-            "roofline": round(cost.bytes_accessed / READ_ROOF / (us * 1e-6), 3),
-            "best_peer": best,
-            "best_peer_us": peers[best],
-            "times_best_peer": round(peers[best] / us, 2),
-        }
+        result = cell_result(spec, heads, rows, length, us)
         if xla and (rows, length) in XLA_CELLS:
             result["xla_us"] = round(time_cell(xla_pages, heads, rows, length, "xla", calls=2, replays=4), 1)
+            print(f"XLA, the same: {result['xla_us']} us", flush=True)
         results.append(result)
         print(f"{heads}/{kv_heads} x {head_dim} p{page_size} {rows:>4} x {length:<6}{us:>8.2f} us", flush=True)
     return results
@@ -201,7 +242,11 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="five cells of the first table only")
     parser.add_argument("--xla", action="store_true", help="also time the XLA implementation, on three cells")
+    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
     arguments = parser.parse_args()
+    if arguments.render:
+        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
+        return
     if jax.default_backend() != "gpu":
         sys.exit("needs a GPU; jax found none")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -212,10 +257,10 @@ def main() -> None:
     for model in models:
         for page_size in page_sizes if model == models[0] else page_sizes[:1]:
             cells = QUICK if arguments.quick or page_size != page_sizes[0] else CELLS
-            table = bench_decode(
+            cells_of_table = bench_decode(
                 *model, page_size, cells, xla=arguments.xla and model == models[0] and page_size == page_sizes[0]
             )
-            results += table
+            results += cells_of_table
             columns = ["rows x KV tokens", "us", "TB/s", "of read roof", "best peer", "us", "times as fast"]
             lines = [
                 [
@@ -227,7 +272,7 @@ def main() -> None:
                     r["best_peer_us"],
                     r["times_best_peer"],
                 ]
-                for r in table
+                for r in cells_of_table
             ]
             print_table(f"Decode, {model[0]}/{model[1]} heads of {model[2]}, pages of {page_size}", columns, lines)
     plans = {f"{rows} x {length}": bench_plan(rows, length) for rows, length in ((1, 1024), (256, 1024))}

@@ -7,8 +7,8 @@
 The real allocator, prefix cache, memory manager and scheduler serve the requests; only the model is fake: its tokens
 end nothing, so an output is as long as the trace says. The time of a step follows a roofline of the chosen hardware
 (`--hardware`), whose constants can be given too. Requests come all at once, so that there is always a next one, and if
-the trace has times, at its times as well. All schemes get the same slots, serve in strict order of arrival
-(`max_passes` 0), and change their batch with every step. Parts:
+the trace has times, at its times as well. All schemes get the same slots and the same budget of tokens a
+step, serve in strict order of arrival (`max_passes` 0), and change their batch with every step. Parts:
 
     fragmentation  empty slots when every request holds all its tokens, by page size
     batches        waste, requests at once, preemptions; contiguous runs of a buddy allocator: Max reserves the longest
@@ -46,6 +46,12 @@ from scripts.memory.tables import tables
 from scripts.report import print_json, print_table
 
 _PAPER_MODEL_LEN = 2048
+# The first one that holds a few sequences of `max_model_len` tokens.
+_HARDWARE_BY_LENGTH = {
+    "opt-13b-a100-40gb": _PAPER_MODEL_LEN,
+    "opt-13b-h200": 16_384,
+    "llama-3-8b-h200": float("inf"),
+}
 
 
 def paper_selection(lengths: Lengths) -> Lengths:
@@ -69,7 +75,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
         lengths, everything = (part.where(np.arange(len(part)) < args.requests) for part in (lengths, everything))
     longest = int(lengths.total_tokens.max())
     max_model_len = args.max_model_len or max(_PAPER_MODEL_LEN, 1 << (longest - 1).bit_length())
-    name = args.hardware or ("opt-13b-a100-40gb" if max_model_len <= _PAPER_MODEL_LEN else "llama-3-8b-h200")
+    name = args.hardware or next(name for name, most in _HARDWARE_BY_LENGTH.items() if max_model_len <= most)
     constants = {key: getattr(args, key) for key in ("slots", "weights_s", "token_s", "kv_token_s")}
     hardware = replace(HARDWARE[name], **{key: value for key, value in constants.items() if value is not None})
     settings = Settings(

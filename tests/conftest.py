@@ -1,4 +1,5 @@
-"""What holds for every test: the CPU unless GPU tests are asked for, strict dtype promotion, no hypothesis deadlines.
+"""What holds for every test: the CPU unless GPU tests are asked for, strict dtype promotion, quick compiles, no
+hypothesis deadlines.
 
 jpaged itself may be imported only inside of tests and fixtures: the import hook that checks shapes is installed after
 this file is read.
@@ -11,6 +12,16 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent.parent
+RUNS_LONG = pytest.StashKey[bool]()
+
+# Most tests compile programs that run for a moment, so XLA may spend little on them: no LLVM optimisation, and the older
+# of its two code generators, which is itself the quicker one.
+QUICK_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+# XLA reads XLA_FLAGS at each compile, not at the first alone. What was set once stays set.
+READ_AGAIN = "--xla_flags_reset=true"
 
 # Compiling makes the first example slow, so no example has a deadline.
 hypothesis.settings.register_profile("dev", deadline=None)
@@ -23,16 +34,30 @@ def _wants_gpu(config: pytest.Config) -> bool:
     return any(word == "gpu" and before != "not" for before, word in zip(["", *words], words, strict=False))
 
 
+def _add_xla_flags(flags: str) -> None:
+    theirs = os.environ.get("XLA_FLAGS", "")
+    if flags not in theirs:
+        os.environ["XLA_FLAGS"] = f"{flags} {theirs}".rstrip()  # the last one wins
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if config.getoption("dist", "no") != "no" and not worker:
+        return  # the workers of -n run the tests
     if not _wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
-    # Tests compile the same steps of the same models many times; processes that tests start share the cache.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+        _add_xla_flags(READ_AGAIN)
+    # Tests compile the same steps of the same models many times; processes that tests start share the cache. Workers
+    # do not: jax writes the files in place, and another process could read half of one.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax" / worker))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
     import jax
 
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
@@ -41,6 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "smollm2_path" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.model)
+    # Files with tests that run long come first: they compile as users do, and none of `-n` workers ends alone with one.
+    long = {item.path for item in items if any(map(item.get_closest_marker, ("model", "slow")))}
+    for item in items:
+        item.stash[RUNS_LONG] = item.path in long
+    items.sort(key=lambda item: not item.stash[RUNS_LONG])
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not item.stash[RUNS_LONG] and not _wants_gpu(item.config):
+        _add_xla_flags(QUICK_COMPILE)
 
 
 @pytest.fixture(scope="session")

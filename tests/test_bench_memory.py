@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jpaged.lengths import Lengths, fixed_lengths
 from jpaged.preemption import PreemptionCosts
+from jpaged.residency import Reservation
 from scripts import bench_memory, bench_swap, render_benchmarks
 from scripts.memory import figures
 from scripts.memory.beam_scores import BeamScores
@@ -27,6 +28,7 @@ from scripts.memory.parts import thinned
 from scripts.memory.prompts import Prompts
 from scripts.memory.replay import Replay, Settings, replay
 
+BOUNDS = {"max_num_seqs": 9, "max_num_batched_tokens": 99}
 STEADY = Hardware(slots=1 << 20, weights_s=1.0, token_s=0.0, kv_token_s=0.0)  # every step takes a second
 
 
@@ -176,11 +178,12 @@ def test_arrivals_are_waited_for() -> None:
 def test_contiguous_by_hand() -> None:
     # Reserved: 3 + 5 = 8, 3 + 8 = 11 in a run of 16, and 16. In 32 slots: 4, 2 and 2 at once.
     lengths = fixed_lengths(3, 5, count=8)
-    expected = {
+    expected: dict[Reservation, tuple[int, dict[str, int]]] = {
         "oracle": (4, {"tokens": 20, "not_yet_used": 12, "internal": 0, "rounding": 0}),
         "pow2": (2, {"tokens": 10, "not_yet_used": 6, "internal": 6, "rounding": 10}),
         "max": (2, {"tokens": 10, "not_yet_used": 6, "internal": 16, "rounding": 0}),
     }
+    reservation: Reservation
     for reservation, (at_once, slots) in expected.items():
         result = serve_contiguous(
             lengths,
@@ -189,7 +192,7 @@ def test_contiguous_by_hand() -> None:
             reservation,
             slots=32,
             max_model_len=16,
-            max_num_seqs=9,  # type: ignore[arg-type]
+            **BOUNDS,
         )
         assert result["saturated_mean_requests"] == result["mean_requests"] == at_once
         shares = {cause: 32 * share for cause, share in result["saturated_shares"].items()}
@@ -197,10 +200,23 @@ def test_contiguous_by_hand() -> None:
         assert shares == pytest.approx(slots | {"free": 0}, abs=1e-3)
 
 
+def test_prompts_share_the_budget_of_a_step() -> None:
+    # Two prompts of 6, budget 4. Steps compute 4 + 0, 2 + 2 (the second one is admitted, as budget is left), 1 + 3 (the
+    # first one decodes, and ends), 0 + 1, 0 + 1 tokens.
+    lengths = fixed_lengths(6, 2, count=2)
+    bounds = BOUNDS | {"max_num_batched_tokens": 4}
+    result = serve_contiguous(lengths, all_at_once(lengths), STEADY, "oracle", slots=16, max_model_len=8, **bounds)
+    assert result["mean_requests"] == pytest.approx((1 + 2 + 2 + 1 + 1) / 5)
+    assert result["saturated_fraction"] == pytest.approx(1 / 5)
+    settings = Settings(slots=64, page_size=4, max_num_batched_tokens=4, max_num_seqs=4, headroom_pages=0)
+    paged = replay(lengths, all_at_once(lengths), STEADY, settings)
+    assert (paged.num_steps, paged.mean_requests) == (5, pytest.approx(result["mean_requests"], abs=1e-6))
+
+
 def test_contiguous_refuses_what_never_fits() -> None:
     lengths = fixed_lengths(3, 5)
     with pytest.raises(ValueError, match="16 slots for one request"):
-        serve_contiguous(lengths, all_at_once(lengths), STEADY, "max", slots=8, max_model_len=16, max_num_seqs=1)
+        serve_contiguous(lengths, all_at_once(lengths), STEADY, "max", slots=8, max_model_len=16, **BOUNDS)
     assert reserved_slots("pow2", 100, 1000, 1024) == 1024
 
 

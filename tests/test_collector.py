@@ -29,7 +29,7 @@ class Steps:
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16), MemoryManager.for_pool(33, 4), max_model_len=32
         )
         self.collector = Collector(self.scheduler, TOKENIZER)
-        self.tokens = TOKENIZER.encode(text)
+        self.tokens: list[int] = TOKENIZER.encode(text)
         self.in_flight: deque[DispatchedStep] = deque()
         self.bad: dict[str, int] = {}  # what a row of a request samples instead
         self.prompt_logprob = -1.0
@@ -59,7 +59,8 @@ class Steps:
         return True
 
     def sampled(self, row) -> int:
-        return self.bad.get(row.seq.request.request_id, self.tokens[row.kv_len - row.seq.num_prompt_tokens])
+        bad = self.bad.get(row.seq.request.request_id)
+        return self.tokens[row.kv_len - row.seq.num_prompt_tokens] if bad is None else bad
 
     def collect(self) -> list[Output]:
         done = self.in_flight.popleft()

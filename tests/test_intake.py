@@ -203,7 +203,7 @@ def test_priorities_are_for_engines_that_serve_by_them():
     assert make_intake().request([1], None, None, (), priority=0).priority == 0
     assert make_intake(priorities=True).request([1], None, None, (), priority=-3).priority == -3
     for bad in (True, 1.0, "1", None):
-        with pytest.raises(RequestError, match="priority is .*, expected an integer"):
+        with pytest.raises(RequestError, match=r"priority is .*, expected an integer"):
             make_intake(priorities=True).request([1], None, None, (), priority=bad)
 
 
@@ -211,7 +211,7 @@ def test_salts_are_text_and_never_empty():
     assert make_intake().request([1], None, None, (), cache_salt="a").cache_salt == "a"
     assert make_intake().request([1], None, None, ()).cache_salt is None
     for bad in ("", 5, b"a"):
-        with pytest.raises(RequestError, match="cache_salt is .*, expected a non-empty string or None"):
+        with pytest.raises(RequestError, match=r"cache_salt is .*, expected a non-empty string or None"):
             make_intake().request([1], None, None, (), cache_salt=bad)
 
 

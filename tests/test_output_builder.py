@@ -5,7 +5,7 @@ import pytest
 from jpaged.beam_search import BeamSearch
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.output_builder import OutputBuilder
-from jpaged.request import Request, SamplingParams, TokenLogprobs
+from jpaged.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
 from jpaged.tokenizer import Tokenizer
 from tests.tiny_vocabs import byte_level_metadata
@@ -34,7 +34,7 @@ def say(builder: OutputBuilder, seq: Sequence, text: str, logprob: float | None 
         assert builder.add_token(seq, token, entry, ends=False) is None
 
 
-def end(builder: OutputBuilder, group: SequenceGroup, reason: str = "length") -> None:
+def end(builder: OutputBuilder, group: SequenceGroup, reason: FinishReason = "length") -> None:
     for seq in group.seqs:
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
         builder.finish(seq)

@@ -26,7 +26,7 @@ def make_pool(dtype: str) -> list[KVPages]:
             words = values.view(np.uint16)
             is_nan = (words & 0x7F80 == 0x7F80) & (words & 0x7F != 0)
             words[is_nan] = words[is_nan] & 0xFF80 | 0x40
-        return jnp.asarray(values)
+        return jnp.array(values)  # a copy: what shares memory with numpy cannot be donated
 
     specs = [PageSpec(PAGES, 8, heads, width, dtype) for heads, width in ((1, 4), (2, 8))]
     return [jax.tree.map(noise, make_pages(spec)) for spec in specs]
@@ -56,7 +56,7 @@ def test_pages_move_bit_by_bit_whatever_their_number(dtype):
     hosts = [np.zeros((HOST + 1, pool.shape[1]), np.uint8) for pool in pools]
     rng = np.random.default_rng(3)
     on_host = np.zeros(0, np.int64)
-    # One page, a list that is just full, one more than that, and more than two lists of the longest kind.
+    # One page, a list that is just full, one more than that, and one more than the longest list.
     for count in (1, 4, 5, 33):
         pages = rng.permutation(np.arange(1, PAGES))
         free = np.setdiff1d(np.arange(1, HOST + 1), on_host)[:count]

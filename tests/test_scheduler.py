@@ -138,8 +138,11 @@ def test_a_prompt_of_one_token_counts_as_a_decode_row():
 
 @pytest.mark.parametrize("max_chunk_tokens", [None, 6])
 def test_a_long_prompt_never_makes_those_wait_who_lack_one_token(max_chunk_tokens):
-    driver = Driver(make_scheduler(65, budget=8, max_model_len=128, max_chunk_tokens=max_chunk_tokens))
-    long, beams = make_group("long", 60, max_tokens=8), {"use_beam_search": True, "temperature": 0.0}
+    """Though it comes first, by its priority."""
+    options = {"max_model_len": 128, "policy": "priority", "max_chunk_tokens": max_chunk_tokens}
+    driver = Driver(make_scheduler(65, budget=8, **options))
+    long = make_group("long", 60, max_tokens=8, priority=-5)
+    beams = {"use_beam_search": True, "temperature": 0.0}
     driver.add(make_group("a", 2, seed=1, max_tokens=20), make_group("b", 2, seed=2, max_tokens=20, n=2, **beams))
     driver.step()
     driver.add(long)

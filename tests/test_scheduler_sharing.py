@@ -213,6 +213,14 @@ def test_a_prompt_longer_than_the_pool_is_served_with_a_window(prefix_cache):
         Driver(make_scheduler(num_pages=6, max_model_len=64)).add(make_group("a", 50))
 
 
+def test_pinned_pages_are_left_behind_by_a_window():
+    """So they do not help a sequence that begins with them: when it has left them it needs as many others."""
+    driver = Driver(make_scheduler(num_pages=7, sliding_window=6, max_chunk_tokens=4, max_model_len=64))
+    run_all(driver, pin("p", PREFIX[:12]))
+    with pytest.raises(PromptTooLongError, match=r"the page pool of 12 tokens \(3 pages; 3 more are pinned\)"):
+        driver.add(make_group("a", PREFIX[:14], max_tokens=30))
+
+
 # ------------------------------------------------------------------------------------------------ pins
 
 
@@ -288,6 +296,8 @@ def test_nothing_of_other_weights_is_found():
     driver.add(running)
     driver.step()
     driver.change_weights()
+    for _ in range(4):  # so that it fills a page of old and new ones
+        driver.step()
     assert (driver.memory.num_pinned_pages, driver.memory.allocator.num_cached) == (0, 0)
     group = make_group("c", PREFIX[:18], max_tokens=3)
     run_all(driver, group, version=1)  # also beside `running`, and after its end

@@ -131,9 +131,11 @@ class SamplingOptions:
         Raises:
           RequestError: an option is out of range.
         """
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        stop = [checked_text(text, "--stop") for text in self.stop or ()]
-        return SamplingParams(**given | {"stop": stop} | others)
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.max_tokens < 1:  # `SamplingParams` takes 0, which only computes the prompt
+            raise RequestError(f"max_tokens is {self.max_tokens}, expected an integer of at least 1")
+        given["stop"] = [checked_text(text, "--stop") for text in self.stop or ()]
+        return SamplingParams(**given | others)
 
 
 @dataclass(frozen=True, kw_only=True)

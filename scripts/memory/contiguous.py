@@ -2,6 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 from jpaged.lengths import Lengths
@@ -10,6 +11,18 @@ from scripts.memory.buddy import BuddyAllocator
 from scripts.memory.feed import TimedFeed
 from scripts.memory.hardware import Hardware
 from scripts.memory.replay import rounded
+
+
+@dataclass(slots=True)
+class _Run:
+    """A running request: where its slots begin, how many it has and asked for, and its tokens."""
+
+    start: int
+    size: int
+    reserved: int
+    final: int
+    output: int
+    prompt_left: int
 
 
 def reserved_slots(reservation: Reservation, prompt_tokens: int, output_tokens: int, max_model_len: int) -> int:
@@ -38,11 +51,13 @@ def serve_contiguous(
     slots: int,
     max_model_len: int,
     max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> dict[str, Any]:
-    """Serves a workload, first come first served; requests join and leave with every step.
+    """Serves a workload by the rules of the real scheduler: first come, first served; requests join and leave with
+    every step; a step has a budget of tokens, which decoding requests take from first, then prompts, in chunks.
 
-    A prompt is computed in one step. A run is a power of two slots (`BuddyAllocator`); nothing is preempted, since
-    everything that a request may need is there from its start.
+    A run is a power of two slots (`BuddyAllocator`); nothing is preempted, since everything that a request may need is
+    there from its start.
 
     Returns:
       mean_requests: running at once, over the time.
@@ -54,7 +69,8 @@ def serve_contiguous(
       ValueError: a request can never fit.
     """
     pool = BuddyAllocator(slots)
-    running: list[tuple[int, int, int, int, int]] = []  # a heap: last step, start, final tokens, reserved, run
+    prefilling: deque[_Run] = deque()
+    decoding: list[tuple[int, int, _Run]] = []  # a heap by the step after which they have ended
     waiting: deque[int] = deque()
     sums: defaultdict[str, float] = defaultdict(float)
     held: Counter[str] = Counter()  # what running requests hold, now
@@ -62,30 +78,40 @@ def serve_contiguous(
     while True:
         while (next_s := feed.next_s) is not None and next_s <= clock and len(waiting) < max_num_seqs:
             waiting.append(feed.take())
-        prompt_tokens = 0
-        while waiting and len(running) < max_num_seqs:
+        num_tokens = len(decoding)
+        left = max_num_batched_tokens - num_tokens - sum(run.prompt_left for run in prefilling)
+        while waiting and left > 0 and len(prefilling) + len(decoding) < max_num_seqs:
             index = waiting[0]
             prompt, output = int(lengths.prompt_tokens[index]), max(int(lengths.output_tokens[index]), 1)
             reserved = reserved_slots(reservation, prompt, output, max_model_len)
             start = pool.allocate(reserved)
             if start is None:
-                if not running:
+                if not prefilling and not decoding:
                     raise ValueError(f"{reserved} slots for one request do not fit into {slots}; enlarge the pool")
                 break
             waiting.popleft()
-            prompt_tokens += prompt
-            run = pool.size_of(start)
-            heapq.heappush(running, (step + output, start, prompt + output, reserved, run))
-            held += Counter(tokens=prompt - 1, final=prompt + output, reserved=reserved, runs=run)
-        if not running:
+            run = _Run(start, pool.size_of(start), reserved, prompt + output, output, prompt)
+            prefilling.append(run)
+            left -= prompt
+            held += Counter(final=run.final, reserved=reserved, runs=run.size)
+        num_running = len(prefilling) + len(decoding)
+        if not num_running:
             if feed.next_s is None:
                 return _summary(sums, seconds, slots)
             clock = max(clock, feed.next_s)
             continue
-        num_running = len(running)
-        held["tokens"] += num_running  # each has computed one more token, a new one its whole prompt
         step += 1
-        step_s = hardware.step_s(prompt_tokens + num_running, held["tokens"])
+        while prefilling and num_tokens < max_num_batched_tokens:
+            run = prefilling[0]
+            chunk = min(run.prompt_left, max_num_batched_tokens - num_tokens)
+            run.prompt_left -= chunk
+            num_tokens += chunk
+            if run.prompt_left:
+                break
+            # The step that computes the last of the prompt gives the first token of the output.
+            heapq.heappush(decoding, (step + run.output - 1, run.start, prefilling.popleft()))
+        held["tokens"] += num_tokens
+        step_s = hardware.step_s(num_tokens, held["tokens"])
         clock += step_s
         seconds += step_s
         sums["requests"] += num_running * step_s
@@ -94,10 +120,10 @@ def serve_contiguous(
             sums["saturated_requests"] += num_running * step_s
             for name, value in held.items():
                 sums[name] += value * step_s
-        while running and running[0][0] == step:
-            _, start, final, reserved, run = heapq.heappop(running)
+        while decoding and decoding[0][0] == step:
+            _, start, run = heapq.heappop(decoding)
             pool.free(start)
-            held -= Counter(tokens=final - 1, final=final, reserved=reserved, runs=run)
+            held -= Counter(tokens=run.final - 1, final=run.final, reserved=run.reserved, runs=run.size)
 
 
 def _summary(sums: dict[str, float], seconds: float, slots: int) -> dict[str, Any]:

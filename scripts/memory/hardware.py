@@ -44,11 +44,17 @@ def _roofline(slots: int, *, parameters: float, kv_bytes: float, bytes_per_s: fl
     )
 
 
-# The first is that of the PagedAttention paper's figures 2 and 13, which gives 12 GB to K and V: 15.7K tokens. The
-# second has what `jpaged plan llama-3-8b --memory 141GB` gives it: 52,618 pages of 16 tokens.
+# The first is that of the PagedAttention paper's figures 2 and 13: 12 GB for K and V, so 15.7K tokens. The others have
+# what 90 % of 141 GB leave beside the weights, the last as `jpaged plan` has it.
+_KV_13B: Final = 2 * 40 * 5120 * 2
 HARDWARE: Final = {
-    "opt-13b-a100-40gb": _roofline(
-        15_700, parameters=13e9, kv_bytes=2 * 40 * 5120 * 2, bytes_per_s=1.555e12, flops_per_s=312e12
+    "opt-13b-a100-40gb": _roofline(15_700, parameters=13e9, kv_bytes=_KV_13B, bytes_per_s=1.555e12, flops_per_s=312e12),
+    "opt-13b-h200": _roofline(
+        int((0.9 * 141e9 - 2 * 13e9) / _KV_13B),
+        parameters=13e9,
+        kv_bytes=_KV_13B,
+        bytes_per_s=4.8e12,
+        flops_per_s=989e12,
     ),
     "llama-3-8b-h200": _roofline(
         52_618 * 16, parameters=8.03e9, kv_bytes=2 * 32 * 1024 * 2, bytes_per_s=4.8e12, flops_per_s=989e12

@@ -91,6 +91,7 @@ def batches(workload: Workload) -> dict[str, Any]:
                 slots=workload.settings.slots,
                 max_model_len=workload.max_model_len,
                 max_num_seqs=workload.settings.max_num_seqs,
+                max_num_batched_tokens=workload.settings.max_num_batched_tokens,
             )
         # All at once, the memory decides as long as requests wait; else how fast they come has a say all the time.
         waits = name == "all at once" and all(result["saturated_mean_requests"] for result in schemes.values())

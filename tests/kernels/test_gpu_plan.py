@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
-from jpaged.pallas_kernels.tuning import choose_gpu_blocks, shape_objection
+from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, shape_objection
 
 BLOCK, PAGE, HEADS, WORKERS = 64, 16, 3, 24
 ROWS, TOKENS = 6, 90
@@ -144,7 +144,7 @@ def test_tiles_hold_whole_tokens(group: int, num_tokens: int, narrow: bool, toke
     assert plan.tile_tokens(group, num_tokens, narrow) == tokens
 
 
-@pytest.mark.parametrize("head_dim", range(32, 257, 32))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_fit_shared_memory(head_dim: int) -> None:
     blocks = choose_gpu_blocks(head_dim, 132)
     tiles = 2 * blocks.stages * blocks.block_kv * head_dim * 2
