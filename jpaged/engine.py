@@ -18,11 +18,10 @@ from jpaged.entry_loader import EntryLoader
 from jpaged.errors import RequestError
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
-from jpaged.kv_cache import PoolPlan, allocate_pool, model_weights, plan_pool
+from jpaged.kv_cache import PoolPlan, allocate_pool, choose_implementation, model_weights, plan_pool
 from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
 from jpaged.page_mover import PageMover
-from jpaged.pallas_kernels import resolve_implementation
 from jpaged.request import Output, SamplingParams
 from jpaged.sampler_state import (
     MAX_BANNED_IDS,
@@ -86,8 +85,9 @@ class Engine:
         weights = model_weights(model)
         self.vocab_size = model.vocab_size
         device = next(iter(weights[0].devices()))
-        self.implementation, self.implementation_reason = resolve_implementation(config.implementation)
         dtype = config.cache.dtype or str(np.dtype(weights[0].dtype))
+        choice = choose_implementation(model, config, dtype=dtype, activations=weights[0].dtype)
+        self.implementation, self.implementation_reason = choice
         self.pool_plan: PoolPlan = plan_pool(
             model,
             config.cache,

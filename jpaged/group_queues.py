@@ -73,8 +73,10 @@ class GroupQueues:
         due += sum(self._num_pages_to_keep(seq) for seq in self.running_seqs if seq.group.num_recomputed)
         if len(self.preempted):
             group = self.preempted[0]
-            # A pending token is not known to the host yet, and the device's copy of it was given up.
-            return group if not group.num_pending and self._fits(group, due) else None
+            # A pending token is not known to the host yet, and the device's copy of it was given up. Who lacks no token
+            # waits for the results of its last step, which may end it.
+            lacks = any(seq.num_tokens > seq.num_computed_tokens for seq in group.live)
+            return group if lacks and not group.num_pending and self._fits(group, due) else None
         for tried, group in enumerate(self.waiting):
             first = self.waiting[0]
             if tried and (tried > _MAX_TRIED or first.num_passed >= self._config.max_passes):
@@ -119,12 +121,15 @@ class GroupQueues:
         available -= due + min(self._config.headroom_pages * len(self.running_seqs), memory.capacity // _HEADROOM_PARTS)
         if group.num_pages_lacking > available and not alone:
             return False  # what it needs has hardly changed since it was looked up
+        shared = 0 if memory.sliding_window is not None else live[0].num_prompt_tokens // memory.allocator.page_size
         if any(seq.host_pages for seq in live):
             needed = memory.num_host_pages(live)
-            needed += 0 if alone else len(live)  # each one's next token may take a page
+            needed += 0 if alone else len(live)  # shared pages may have to be copied
+            for seq in live:
+                there = len(seq.host_pages) - seq.host_pages.count(0) or (shared if seq is not live[0] else 0)
+                needed += max(memory.pages_at_most(seq.num_tokens, self._chunk) - there, 0)
         else:
             needed = memory.num_pages_taken(memory.find(live[0]), live[0].num_tokens, self._chunk)
-            shared = 0 if memory.sliding_window is not None else live[0].num_prompt_tokens // memory.allocator.page_size
             for seq in live[1:]:
                 needed += memory.pages_at_most(seq.num_tokens, self._chunk) - shared
         if group.num_recomputed and not alone:

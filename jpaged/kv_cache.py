@@ -7,12 +7,13 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import DTypeLike
 
-from jpaged.config import CacheConfig, SchedulerConfig
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
-from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
+from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
 
 GIB = 1 << 30
 MAX_SLOTS = 2**31 - 1
@@ -76,6 +77,31 @@ def model_weights(model: PagedModel) -> list[jax.Array]:
     if not weights:
         raise ConfigError(f"{type(model).__name__} has no nnx.Param of a floating-point dtype; expected its weights")
     return weights
+
+
+def choose_implementation(
+    model: PagedModel, config: EngineConfig, *, dtype: str, activations: DTypeLike
+) -> tuple[str, str]:
+    """The attention back end for all layers of a model, and why.
+
+    Args:
+      model: gives the pages' shapes.
+      config: `implementation` is what was asked for; `None`: the first choice of the devices in use.
+      dtype: stored dtype of K and V.
+      activations: dtype of the queries.
+
+    Raises:
+      NotImplementedError: the one that was asked for cannot run here.
+    """
+    size = config.cache.page_size
+    specs = model.page_specs(num_pages=2, page_size=size, dtype=jnp.dtype(dtype), implementation="xla")
+    choices = [
+        resolve_implementation(
+            config.implementation, spec=spec, q=jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), activations)
+        )
+        for spec in dict.fromkeys(specs)
+    ]
+    return next((choice for choice in choices if choice[0] == "xla"), choices[0])  # which runs whatever comes
 
 
 def bytes_per_page(specs: list[PageSpec]) -> int:

@@ -43,7 +43,10 @@ class PageMover:
         Pages that are saved are read as all steps dispatched so far leave them; the host waits for that.
         """
         for pages, host_pages, count in _lists(transfers.swapped_out):
-            for host, values in zip(self._host, self._read(jax.tree.leaves(kv_pages), pages), strict=True):
+            read = self._read(jax.tree.leaves(kv_pages), pages)
+            for values in read:
+                values.copy_to_host_async()  # all layers at once
+            for host, values in zip(self._host, read, strict=True):
                 assert host is not None
                 host[host_pages[:count]] = np.asarray(values)[:count]
         for host_pages, pages, _ in _lists(transfers.swapped_in):

@@ -378,5 +378,5 @@ class Scheduler:
         if group.beam is None or candidates is None:
             raise ValueError(f"{request.request_id!r} searches with beams: give the candidates of its rows")
         if self._beams.take(seq, candidates(row)):
-            for other in group.seqs:
-                self.finish(other, "stop")
+            for other in group.seqs:  # without a result no token was left that a beam could go on with
+                self.finish(other, "stop" if group.beam.results() else "error")

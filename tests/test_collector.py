@@ -33,6 +33,7 @@ class Steps:
         self.in_flight: deque[DispatchedStep] = deque()
         self.bad: dict[str, int] = {}  # what a row of a request samples instead
         self.prompt_logprob = -1.0
+        self.top_logprobs = -np.arange(1, TOP + 1, dtype=np.float32)
 
     def add(self, name: str, prompt=(5, 6, 7), *, stream: bool = False, **params) -> SequenceGroup:
         params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **params})
@@ -50,7 +51,7 @@ class Steps:
             token_ids=np.array([self.sampled(row) for row in plan.rows], np.int32),
             logprobs=np.array([-0.5 - row.seq.index for row in plan.rows], np.float32),
             top_ids=np.tile(np.array(self.tokens[:TOP], np.int32), (seqs, 1)),
-            top_logprobs=np.tile(-np.arange(1, TOP + 1, dtype=np.float32), (seqs, 1)),
+            top_logprobs=np.tile(self.top_logprobs, (seqs, 1)),
             prompt_logprobs=np.full(num_tokens, self.prompt_logprob, np.float32),
             prompt_top_ids=np.zeros((num_tokens, TOP), np.int32),
             prompt_top_logprobs=np.zeros((num_tokens, TOP), np.float32),
@@ -244,6 +245,15 @@ def test_a_beam_search_gives_its_hypotheses_and_counts_their_tokens(length):
     assert output.text == "a" * length
     assert steps.collector.num_generated_tokens == 2 * length
     assert steps.collector.num_finished == 1
+
+
+def test_a_beam_search_that_finds_nothing_is_an_error():
+    steps = Steps()
+    steps.top_logprobs[1:] = -math.inf  # one token alone is possible, and it may not come yet
+    steps.add("beams", n=2, use_beam_search=True, temperature=0.0, min_tokens=1, stop_token_ids=steps.tokens[:1])
+    (output,) = steps.drain()
+    assert (output.finish_reason, output.token_ids, len(output.completions)) == ("error", (), 1)
+    assert "no token was left" in output.error
 
 
 def test_a_prompt_alone_ends_when_it_is_computed():

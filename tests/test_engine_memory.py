@@ -306,7 +306,11 @@ def test_a_mix_of_every_kind_compiles_nothing_after_warm_up(make, monkeypatch):
         first = serve(engine, requests)
         engine.pin_prefix(PROMPT)
         again = serve(engine, requests)
-    assert [o.completions for o in first] == [o.completions for o in again]
+    # Their log-probabilities may differ in the last bit on a GPU: other rows were computed beside them.
+    told = [
+        [[(c.text, c.token_ids, c.finish_reason) for c in o.completions] for o in outputs] for outputs in (first, again)
+    ]
+    assert told[0] == told[1]
     assert min(count.num_swaps, count.num_copied_pages, count.num_cached_tokens, count.num_evicted_pages) > 0
     assert count.num_compilations == 0
 

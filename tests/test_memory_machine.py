@@ -79,9 +79,8 @@ class MemoryMachine(RuleBasedStateMachine):
         note(f"{config}, {depth=}")
         self.config, self.depth, self.counts = config, depth, Counter()
         self.scheduler = make_scheduler(**config)
-        if config["preemption"] == "auto":  # swaps what has three tokens more than pages
-            costs = PreemptionCosts(prefill_s_per_token=1.0, swap_s=3.0, swap_s_per_page=1.0)
-            self.scheduler._queues._costs = costs
+        costs = PreemptionCosts(prefill_s_per_token=1.0, swap_s=3.0, swap_s_per_page=1.0)
+        self.scheduler._queues._costs = costs  # for "auto": swaps what has three tokens more than pages
         self.driver = Driver(self.scheduler)
         self.memory, self.allocator = self.driver.memory, self.driver.memory.allocator
         self.chunk = min(config["max_chunk_tokens"] or config["budget"], config["budget"])
@@ -143,9 +142,8 @@ class MemoryMachine(RuleBasedStateMachine):
             # Nothing in flight, so something could have been computed.
             assert self.driver.in_flight or not self.live
         else:
-            note(f"plan {[(*name(row.seq), *row[1:]) for row in plan.rows]} {tuple(plan.transfers)}")
-            preempted = [(group.request.request_id, group.num_recomputed) for group in plan.preempted]
-            note(f"  admitted {[name(seq) for seq in plan.admitted]}, {preempted=}")
+            preempted = [group.request.request_id for group in plan.preempted]
+            note(f"plan {[(*name(row.seq), *row[1:]) for row in plan.rows]} {tuple(plan.transfers)} {preempted=}")
             self.check_plan(plan, running, computed, fresh)
         self.state_is_sound()
         return plan
@@ -265,13 +263,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------ what must hold
 
-    def check_plan(
-        self,
-        plan: StepPlan,
-        running: tuple[SequenceGroup, ...],
-        computed: dict[Sequence, int],
-        fresh: set[SequenceGroup],
-    ) -> None:
+    def check_plan(self, plan: StepPlan, running: tuple[SequenceGroup, ...], computed: dict, fresh: set) -> None:
         rows = list(plan.rows)
         assert rows or any(plan.transfers)
         assert rows or not plan.admitted
@@ -293,8 +285,10 @@ class MemoryMachine(RuleBasedStateMachine):
             elif seq in computed and row.num_tokens and not group.num_preemptions:
                 assert row.start == computed[seq]
             self.versions.setdefault(group, self.driver.device.version)
+        # Who could go on does, as far as the budget goes, unless pages came free behind it.
         idle = {*self.scheduler.running_seqs} - {*plan.seqs}
-        for seq in idle if plan.num_tokens < self.config["budget"] and not plan.preempted else ():
+        came_free = plan.preempted or self.config["sliding_window"]
+        for seq in idle if plan.num_tokens < self.config["budget"] and not came_free else ():
             lacks, group = seq.num_tokens - seq.num_computed_tokens, seq.group
             waits = seq.num_pending and (group.beam is not None or seq.num_tokens >= group.limit)
             most = self.allocator.pages_for(min(lacks, self.chunk)) + 2
@@ -304,8 +298,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert not any(row.seq.group is group for row in rows)
         assert not plan.preempted or all(seq.group in running for seq in plan.admitted)  # forks at the most
         assert all(seq.state_index is not None for seq in plan.admitted)
-        if running and rows:  # the first one is never preempted
-            assert running[0] not in plan.preempted
+        assert not (running and rows) or running[0] not in plan.preempted  # the first one never is
         self.counts.update(
             rows=len(rows),
             transfers=sum(map(len, plan.transfers)),

@@ -26,7 +26,7 @@ def make_pool(dtype: str) -> list[KVPages]:
             words = values.view(np.uint16)
             is_nan = (words & 0x7F80 == 0x7F80) & (words & 0x7F != 0)
             words[is_nan] = words[is_nan] & 0xFF80 | 0x40
-        return jnp.array(values)  # a copy: what shares memory with numpy cannot be donated
+        return jnp.array(values)
 
     specs = [PageSpec(PAGES, 8, heads, width, dtype) for heads, width in ((1, 4), (2, 8))]
     return [jax.tree.map(noise, make_pages(spec)) for spec in specs]
@@ -34,7 +34,8 @@ def make_pool(dtype: str) -> list[KVPages]:
 
 def bits(kv_pages: list[KVPages]) -> list[np.ndarray]:
     """Each leaf as bytes, a row a page."""
-    return [np.asarray(leaf).reshape(PAGES, -1).view(np.uint8).copy() for leaf in jax.tree.leaves(kv_pages)]
+    # Of copies: an array that numpy has a view of cannot be donated.
+    return [np.asarray(leaf.copy()).reshape(PAGES, -1).view(np.uint8).copy() for leaf in jax.tree.leaves(kv_pages)]
 
 
 def moved(pool: np.ndarray, host: np.ndarray, transfers: PageTransfers) -> None:

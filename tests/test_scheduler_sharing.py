@@ -1,4 +1,4 @@
-"""Pages that several sequences share: prefixes, answers to one request, beams, pins; and pages that leave a window."""
+"""Pages that several sequences share: prefixes, answers to one request, pins; and pages that leave a window."""
 
 import pytest
 
@@ -153,38 +153,6 @@ def test_an_answer_that_ends_early_gives_its_own_pages_back():
     first, second = group.seqs
     assert (first.is_finished, second.is_finished, group.is_finished) == (True, False, False)
     assert driver.memory.allocator.num_used == 3
-    driver.drain()
-    driver.check_answers(group)
-
-
-# ------------------------------------------------------------------------------------------------ beams
-
-
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("num_pages", [40, 14])
-@pytest.mark.parametrize("host_pages", [0, 20])
-def test_beams_on_pages_are_those_of_the_search_alone(early_stopping, num_pages, host_pages):
-    options = {"host_pages": host_pages, "preemption": "swap", "max_chunk_tokens": 5}
-    driver = Driver(make_scheduler(num_pages, max_num_seqs=9, budget=12, **options))
-    wide = {"n": 2, "best_of": 3, "early_stopping": early_stopping, "ignore_eos": False, **BEAMS}
-    groups = [make_group(f"r{i}", 2 + 2 * i, seed=i, max_tokens=9, length_penalty=i - 1.0, **wide) for i in range(4)]
-    run_all(driver, make_group("a", 3, max_tokens=20), *groups, depth=1)
-    assert (driver.scheduler.num_preemptions > 0) == (num_pages == 14)
-    assert driver.memory.num_copied_pages > 0
-    assert driver.memory.allocator.num_used == 0
-
-
-def test_a_beam_is_not_taken_twice_after_a_preemption():
-    """One beam has been computed, the other has not, when the search loses its pages and computes both again."""
-    driver = Driver(make_scheduler(num_pages=9, max_num_seqs=4, prefix_cache=False))
-    group = make_group("b", 3, n=2, max_tokens=8, **BEAMS)
-    driver.add(group)
-    for _ in range(4):
-        driver.step()
-    queues, beams = driver.scheduler._queues, driver.scheduler._beams
-    # As by a step that did not reach the first beam.
-    assert not beams.take(group.seqs[1], [(1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0)])
-    queues.preempt(group)
     driver.drain()
     driver.check_answers(group)
 

@@ -41,10 +41,10 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
     import numpy as np
     from flax import nnx
 
-    from jpaged.kv_cache import plan_pool
+    from jpaged.kv_cache import choose_implementation, plan_pool
     from jpaged.models import Llama
     from jpaged.models.weights import float_dtype
-    from jpaged.pallas_kernels import PageSpec, resolve_implementation
+    from jpaged.pallas_kernels import PageSpec
     from jpaged.pallas_kernels.pages import PAGE_DTYPES
 
     config = engine.config()
@@ -52,7 +52,7 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
     weight_dtype = float_dtype(engine.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
     llama = nnx.eval_shape(lambda: Llama(model_config, rngs=nnx.Rngs(0), dtype=weight_dtype))  # shapes, no memory
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(llama, nnx.Param)))
-    name, reason = resolve_implementation(config.implementation)
+    name, reason = choose_implementation(llama, config, dtype=weight_dtype.name, activations=weight_dtype)
     # Where the device counts its memory, the weights will take their part of it; the default for host memory leaves
     # room for them.
     reserved = num_parameters * weight_dtype.itemsize if device.memory_stats() else 0

@@ -20,7 +20,7 @@ SWEPT_PAGE_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_SEQUENCES: Final = (2, 4, 6)
 BLOCK_PAGES: Final = (1_000, 4_000, 16_000, 64_000, None)
 BEAM_SCORES: Final = {"alike": 0.0, "nearly alike": 0.05, "apart": 1.0}  # how much of its own a beam has: `BeamScores`
-_CHAT_HARDWARE: Final = "llama-3-8b-h200"
+_LARGEST: Final = "llama-3-8b-h200"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,19 +120,23 @@ def page_sizes(workload: Workload) -> dict[str, Any]:
 
 
 def sharing(workload: Workload) -> dict[str, Any]:
-    """Pages that parallel samples and beams need not have since they share them."""
+    """Pages that parallel samples and beams need not have since they share them.
+
+    In a pool where nobody is preempted: what is preempted begins its life more than once, when more of it is shared.
+    """
+    slots = HARDWARE[_LARGEST].slots
     lengths = thinned(workload.lengths, workload.sampled_requests)
     fewer = thinned(workload.lengths, workload.beam_requests)
 
     def saved(requests: Lengths, count: int, scores: BeamScores | None = None) -> dict[str, Any]:
-        settings = replace(
-            workload.settings, num_sequences=count, beams=scores is not None, prefix_cache=False, host_slots=0
-        )
+        settings = replace(workload.settings, slots=slots, num_sequences=count, prefix_cache=False, host_slots=0)
+        settings = replace(settings, beams=scores is not None)
         result = replay(requests, all_at_once(requests), workload.hardware, settings, scores=scores)
         names = ("shared_fraction", "mean_requests", "mean_sequences", "num_copied_pages", "num_preemptions")
         return {name: value for name, value in result.as_dict().items() if name in names}
 
     return {
+        "slots": slots,
         "num_requests": len(lengths),
         "sampling": {str(count): saved(lengths, count) for count in NUM_SEQUENCES},
         "num_beam_requests": len(fewer),
@@ -145,7 +149,7 @@ def sharing(workload: Workload) -> dict[str, Any]:
 
 def chat(workload: Workload) -> dict[str, Any]:
     """Whole conversations: what later turns find of earlier ones, with little and with much memory for it."""
-    lengths, hardware = workload.all, HARDWARE[_CHAT_HARDWARE]
+    lengths, hardware = workload.all, HARDWARE[_LARGEST]
     assert lengths.conversation_ids is not None
     lengths = lengths.where(lengths.conversation_ids < workload.chats)
     ids, prompts, totals = lengths.conversation_ids, lengths.prompt_tokens, lengths.total_tokens
@@ -161,7 +165,7 @@ def chat(workload: Workload) -> dict[str, Any]:
         "num_chats": int(ids[-1]) + 1,
         "num_requests": len(lengths),
         "users": workload.users,
-        "hardware": _CHAT_HARDWARE,
+        "hardware": _LARGEST,
         "said_before_fraction": rounded(float(most)),
         "by_slots": results,
     }
