@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
     from jpaged.engine import Engine
     from jpaged.llm import LLM, Score
-    from jpaged.request import Output, SamplingParams, TokenLogprobs
+    from jpaged.request import Completion, Output, SamplingParams, TokenLogprobs
     from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
 
@@ -25,6 +25,7 @@ __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "CacheConfig",
+    "Completion",
     "Engine",
     "EngineConfig",
     "EngineStats",
@@ -41,6 +42,7 @@ __all__ = [
 _HOME = {
     "LLM": "jpaged.llm",
     "CacheConfig": "jpaged.config",
+    "Completion": "jpaged.request",
     "Engine": "jpaged.engine",
     "EngineConfig": "jpaged.config",
     "EngineStats": "jpaged.stats",

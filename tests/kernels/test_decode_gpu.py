@@ -141,7 +141,8 @@ def test_without_log_sum_exps() -> None:
     inputs = make_inputs(GPU_SPECS[4])
     with_lse, _ = _attend(inputs.q, inputs.kv_pages, inputs.meta)
     out = jax.jit(partial(paged_attention, implementation="mosaic_gpu"))(inputs.q, inputs.kv_pages, inputs.meta)
-    np.testing.assert_array_equal(out, with_lse)
+    # Two programs: the compiler may contract products and sums differently, which shows in the last bit of bfloat16.
+    np.testing.assert_allclose(out.astype(np.float32), with_lse.astype(np.float32), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.gpu
