@@ -4,6 +4,7 @@ Nothing here imports jax. Values that depend on the model or on the device (`Non
 at start, which logs what it chose.
 """
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,7 +18,7 @@ def _require(ok: bool, what: str, got: object, expected: str) -> None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class SchedulerConfig:
         _require(self.policy in ("fcfs", "priority"), "policy", self.policy, '"fcfs" or "priority"')
         aging = self.priority_aging_s
         is_number = isinstance(aging, int | float) and not isinstance(aging, bool)
-        _require(is_number and 0 < aging < float("inf"), "priority_aging_s", aging, "a positive number of seconds")
+        _require(is_number and 0 < aging <= 1e9, "priority_aging_s", aging, "a positive number of seconds")
         chunk = self.max_chunk_tokens
         _require(
             chunk is None or (_is_int(chunk) and chunk >= 1), "max_chunk_tokens", chunk, "an integer of at least 1"

@@ -15,7 +15,6 @@ from jpaged.collector import Collector
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
 from jpaged.entry_loader import EntryLoader
-from jpaged.errors import RequestError
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
 from jpaged.kv_cache import PoolPlan, allocate_pool, choose_implementation, model_weights, plan_pool
@@ -178,8 +177,8 @@ class Engine:
     def pin_prefix(self, prompt: str | AbstractSequence[int], *, cache_salt: str | None = None) -> str:
         """Computes the KV of a prompt with the steps that follow, and keeps it until `unpin_prefix`.
 
-        Requests that begin with the same tokens then find it, whatever else needs pages. The request's `Output`, which
-        is empty, tells when it is done. `update_weights` drops all pins, since their KV is of the old weights.
+        Requests that begin with the same tokens then find it, whatever else needs pages. The request's empty `Output`
+        ends with "length", or with "abort" if the pin was dropped meanwhile, as `update_weights` drops all.
 
         Args:
           prompt: text (needs a tokenizer) or token ids.
@@ -191,8 +190,6 @@ class Engine:
         Raises:
           RequestError: the prompt is refused, there is no prefix cache, or a live request could no longer be served.
         """
-        if self._memory.prefix_cache is None:
-            raise RequestError("this engine has no prefix cache to pin into; set CacheConfig(prefix_cache=True)")
         return self._add(prompt, SamplingParams(max_tokens=0), None, pin=True, cache_salt=cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
@@ -207,9 +204,10 @@ class Engine:
         self._check_alive()
         request = self._intake.request(prompt, params, request_id, self._collector, stream=stream, **options)
         group = SequenceGroup(request)
-        self._scheduler.add(group)
-        self._collector.open(group, prompt if isinstance(prompt, str) else None, stream=stream)
-        self._counter.num_requests += 1
+        with deferred_interrupts():
+            self._scheduler.add(group)
+            self._collector.open(group, prompt if isinstance(prompt, str) else None, stream=stream)
+            self._counter.num_requests += 1
         return request.request_id
 
     def abort(self, request_id: str) -> Output | None:
@@ -218,7 +216,8 @@ class Engine:
         Returns:
           What it had produced, with finish_reason "abort"; `None` if no such request lives.
         """
-        return self._collector.abort(request_id)
+        with deferred_interrupts():
+            return self._collector.abort(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -355,7 +354,7 @@ class Engine:
         Raises:
           ConfigError: tree, shapes or dtypes differ from the present weights.
         """
-        self._runner.set_params(weights if isinstance(weights, nnx.State) else nnx.state(weights))
+        self._runner.set_params(nnx.state(weights) if isinstance(weights, nnx.Module) else weights)
         self._scheduler.weights_changed()
 
     def lower_step(self, shape: StepShape) -> jax.stages.Lowered:

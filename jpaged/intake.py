@@ -1,6 +1,7 @@
 """`Intake`: the door. Checks a prompt and its parameters and makes a `Request`, or refuses it and says why."""
 
 import itertools
+import numbers
 import random
 from collections.abc import Container, Iterable, Mapping, Set
 from collections.abc import Sequence as AbstractSequence
@@ -72,8 +73,12 @@ class Intake:
         self._check_params(params)
         if stream and (params.use_beam_search or params.num_sequences > params.n):
             raise RequestError("beam search and best_of cannot stream: which answers are given is known at their end")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority is {priority!r}, expected an integer")
+        if not isinstance(stream, bool):
+            raise RequestError(f"stream is {stream!r:.40}, expected True or False")
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+            raise RequestError(f"priority is {priority!r:.40}, expected an integer")
+        if not -(2**31) <= priority < 2**31:
+            raise RequestError("priority is out of range, expected an integer in [-2**31, 2**31)")
         if priority and not self._priorities:
             raise RequestError(f'priority is {priority}, but this engine serves in order of arrival (policy "fcfs")')
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
@@ -89,7 +94,7 @@ class Intake:
             prompt_token_ids=token_ids,
             params=params,
             seed=seed,
-            priority=priority,
+            priority=int(priority),
             cache_salt=cache_salt,
             pin=pin,
         )

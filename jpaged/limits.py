@@ -63,22 +63,27 @@ class Limits:
                 f"({self._max_num_seqs})"
             )
         limit = self._most(request)
-        what = self._what(limit)
+        what, fewer = self._what(limit), "; or ask for fewer answers (n, best_of)" if params.num_sequences > 1 else ""
         most = limit if params.max_tokens == 0 else limit - 1
+        if most < 1:
+            raise PromptTooLongError(
+                f"{name} cannot run with any prompt: prompt and output share {what}; enlarge the pool (num_pages), or "
+                f"unpin prefixes{fewer}"
+            )
         if num_prompt > most:
             raise PromptTooLongError(
                 f"{name} has a prompt of {num_prompt} tokens, expected at most {most}: "
-                f"prompt and output share {what}; shorten the prompt"
+                f"prompt and output share {what}; shorten the prompt{fewer}"
             )
         if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
             raise PromptTooLongError(
                 f"{name} asks for {num_prompt} prompt and {params.max_tokens} output tokens, which exceeds {what}; "
-                f"lower max_tokens to {limit - num_prompt} or pass None, which means whatever fits"
+                f"lower max_tokens to {limit - num_prompt} or pass None, which means whatever fits{fewer}"
             )
         if num_prompt + params.min_tokens > limit:
             raise PromptTooLongError(
                 f"{name} has {num_prompt} prompt tokens and min_tokens {params.min_tokens}, which exceeds {what}; "
-                f"lower min_tokens to {limit - num_prompt}"
+                f"lower min_tokens to {limit - num_prompt}{fewer}"
             )
 
     def require_pin(self, request: Request, groups: Iterable[SequenceGroup]) -> None:

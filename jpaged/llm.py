@@ -153,7 +153,7 @@ class LLM:
         priority: int | AbstractSequence[int] = 0,
         cache_salt: str | None = None,
     ) -> Iterator[Output]: ...
-    def generate(self, prompts, params=None, *, stream=False, progress=None, priority=0, cache_salt=None):
+    def generate(self, prompts, params=None, *, stream=False, progress=None, priority: Any = 0, cache_salt=None):
         """Continues prompts, all at once.
 
         Args:
@@ -244,13 +244,39 @@ class LLM:
             scores.append(Score(output.prompt_token_ids, logprobs))
         return scores
 
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> str:
+        """Computes the KV of a prompt and keeps it until `unpin_prefix`, for all later prompts that begin with it.
+
+        Args:
+          prompt: text or token ids.
+          cache_salt: prompts with the same salt alone find it.
+
+        Returns:
+          The name to unpin it by.
+
+        Raises:
+          RequestError: the prompt is refused, there is no prefix cache, or a stream is still running.
+        """
+        self._require_idle()
+        name = self.engine.pin_prefix(prompt, cache_salt=cache_salt)
+        while self.engine.has_work:
+            self.engine.step()
+        return name
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Lets a pinned prefix go; it stays cached until its pages are needed. False if there is none of that name."""
+        return self.engine.unpin_prefix(name)
+
+    def _require_idle(self) -> None:
+        if self.engine.has_work:
+            raise RequestError("this LLM is still generating; finish or close the running stream first")
+
     def stats(self) -> EngineStats:
         """Counters of the engine and its page pool."""
         return self.engine.stats()
 
     def _run(self, prompts, params, options, *, stream: bool, progress: bool | None) -> Iterator[Output] | list[Output]:
-        if self.engine.has_work:
-            raise RequestError("this LLM is still generating; finish or close the running stream first")
+        self._require_idle()
         added: list[str] = []
         try:
             for index, (prompt, one, others) in enumerate(zip(prompts, params, options, strict=True)):

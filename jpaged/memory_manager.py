@@ -327,6 +327,10 @@ class MemoryManager:
             pages.append(self.prefix_cache.insert_partial(seq.chain[-1], tail, seq.pages[full]))
         self._pins.keep_promise(name, [page for page in pages if page])
 
+    def is_pinned(self, name: str) -> bool:
+        """Whether a promise was kept, and not taken back since."""
+        return self._pins.is_pinned(name)
+
     def unpin(self, name: str) -> bool:
         """Lets pinned pages go, or takes the promise back; False if there is nothing of that name."""
         return self._pins.unpin(name)

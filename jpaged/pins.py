@@ -51,6 +51,9 @@ class Pins:
     def is_promised(self, name: str) -> bool:
         return name in self._promised
 
+    def is_pinned(self, name: str) -> bool:
+        return name in self._pages
+
     def drop_promise(self, name: str) -> bool:
         """Ends a promise; False if there is none."""
         return self._promised.pop(name, None) is not None

@@ -299,7 +299,8 @@ class Output:
       request_id: as given.
       prompt: the prompt's text, or `None` if token ids were given.
       prompt_token_ids: the prompt's tokens.
-      completions: the answers, `n` of them; one, if nothing else was asked for. `text`, `token_ids`, `finish_reason`,
+      completions: the answers, `n` of them; one, if nothing else was asked for, or if it was aborted or failed before
+        there were more. `text`, `token_ids`, `finish_reason`,
         `stop_reason` and `logprobs` are those of the first.
       prompt_logprobs: one entry a token of the prompt, `None` for its first token, if asked for.
       num_cached_tokens: prompt tokens that were not computed for this request, since their KV was found in the prefix

@@ -368,7 +368,8 @@ class Scheduler:
         group, request = seq.group, seq.request
         if not plan.samples[row]:
             if request.params.max_tokens == 0 and plan.starts[row] + plan.q_lens[row] == seq.num_prompt_tokens:
-                self.finish(seq, "length")
+                kept = not request.pin or self._memory.is_pinned(request.request_id)
+                self.finish(seq, "length" if kept else "abort")
             return
         seq.num_pending -= 1
         if token < 0:

@@ -123,6 +123,8 @@ class StepRunner:
         Raises:
           ConfigError: the tree, a shape or a dtype differs from the present weights (it would recompile every shape).
         """
+        if not isinstance(params, nnx.State):
+            raise ConfigError(f"the new weights are {params!r:.80}, expected an nnx.State or a model")
         old = jax.tree_util.tree_flatten_with_path(self.params)
         new = jax.tree_util.tree_flatten_with_path(params)
         if old[1] != new[1]:

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RUNS_LONG = pytest.StashKey[bool]()
 
-# Most tests compile programs that run for a moment, so XLA may spend little on them: no LLVM optimisation, and the older
-# of its two code generators, which is itself the quicker one.
+# Most tests compile programs that run for a moment, so XLA may spend little on them: no LLVM optimisation, and the
+# older of its two code generators, which is itself the quicker one.
 QUICK_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"

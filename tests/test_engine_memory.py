@@ -111,7 +111,7 @@ def test_without_a_prefix_cache_nothing_is_found(make, model):
         (output,) = serve(engine, [(PROMPT, greedy(3))])
         assert (list(output.token_ids), output.num_cached_tokens) == (greedy_without_cache(model, PROMPT, 3), 0)
     assert (engine.stats().pages_cached, engine.stats().num_queried_tokens) == (0, 0)
-    with pytest.raises(RequestError, match="no prefix cache to pin into"):
+    with pytest.raises(RequestError, match="there is no prefix cache"):
         engine.pin_prefix(PROMPT)
 
 

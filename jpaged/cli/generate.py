@@ -56,6 +56,10 @@ def generate(
     params = sampling.params(
         logprobs=logprobs, n=n, best_of=best_of, use_beam_search=beam_search, length_penalty=length_penalty
     )
+    if params.num_sequences > max_num_seqs:
+        raise RequestError(
+            f"--n or --best-of is {params.num_sequences}, expected at most --max-num-seqs ({max_num_seqs})"
+        )
     texts = _prompts(prompts or [])
     if stream and (len(texts) > 1 or as_json or logprobs is not None or params.num_sequences > 1):
         raise RequestError(
