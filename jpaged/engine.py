@@ -249,13 +249,13 @@ class Engine:
             self._end_all(interrupt)
             raise
         except BaseException as error:
-            # The scheduler counts on a step that did not run, or pages were donated to a step that failed.
-            self._failure = error
+            self._failure = error  # the scheduler counts on a step that did not run, or pages were donated to it
             raise
 
     def _plan(self) -> StepPlan | None:
         start = time.perf_counter()
-        plan = self._scheduler.plan()
+        with deferred_interrupts():
+            plan = self._scheduler.plan()
         self._counter.plan_s += time.perf_counter() - start
         return plan
 
@@ -310,7 +310,8 @@ class Engine:
         token_ids = np.asarray(done.outputs.token_ids)
         waited = time.perf_counter()
         self._in_flight.popleft()
-        outputs = self._collector.collect(done, token_ids)
+        with deferred_interrupts():
+            outputs = self._collector.collect(done, token_ids)
         if self.config.check_invariants:
             self._scheduler.check_invariants()
         self._counter.wait_s += waited - start

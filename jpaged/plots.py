@@ -30,7 +30,7 @@ _STYLE: Final[dict[Any, Any]] = {
     "legend.fontsize": 8,
 }
 _DPI: Final = 144
-_PANEL_INCHES: Final = (5.6, 3.9)
+_PANEL_INCHES: Final = (5.6, 4.2)
 
 
 def _figure(value: float) -> str:
@@ -86,7 +86,9 @@ class StackedBars:
         axes.grid(axis="x", visible=False)
         axes.set_ylim(0, highest or 1)
         axes.set_ylabel(self.ylabel)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, columnspacing=1.2, handlelength=1.2, fontsize=7
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ this file is read.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -61,11 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if "smollm2_path" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.model)
+    yield  # -m is applied
     # Files with tests that run long come first: they compile as users do, and none of `-n` workers ends alone with one.
     long = {item.path for item in items if any(map(item.get_closest_marker, ("model", "slow")))}
     for item in items:
