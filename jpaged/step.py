@@ -117,7 +117,7 @@ class StepRunner:
 
         self._jitted = jax.jit(step, static_argnames="shape", donate_argnames=("kv_pages", "state"))
 
-    def set_params(self, params: nnx.State) -> None:
+    def set_params(self, params: object) -> None:
         """Replaces the weights; the next step uses them. Those that lie elsewhere (numpy, another device) are moved.
 
         Raises:
