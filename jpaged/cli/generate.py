@@ -56,7 +56,7 @@ def generate(
     params = sampling.params(
         logprobs=logprobs, n=n, best_of=best_of, use_beam_search=beam_search, length_penalty=length_penalty
     )
-    if params.num_sequences > max_num_seqs:
+    if 0 < max_num_seqs < params.num_sequences:
         raise RequestError(
             f"--n or --best-of is {params.num_sequences}, expected at most --max-num-seqs ({max_num_seqs})"
         )
