@@ -59,14 +59,15 @@ def _page_sizes(records: Sequence[Record]) -> list[Panel]:
         rows = part["by_page_size"]
         sizes = [int(size) for size in rows]
         waste[title] = (sizes, [100 * row["wasted_fraction"] for row in rows.values()])
-        at_once[title] = (sizes, [row["saturated_mean_requests"] for row in rows.values()])
+        means = [row["saturated_mean_requests"] for row in rows.values()]
+        at_once[title] = (sizes, [100 * mean / means[0] if means[0] else 0.0 for mean in means])
         found[title] = (sizes, [100 * row["same_prompt_again"]["hit_fraction"] for row in rows.values()])
     if not waste:
         return []
     x: dict[str, Any] = {"xlabel": "tokens a page", "log2_x": True}
     return [
         Lines(series=waste, ylabel="empty slots of used pages, %", title="Waste", **x),
-        Lines(series=at_once, ylabel="requests at once", title="In the same memory", **x),
+        Lines(series=at_once, ylabel="requests at once, % of the first", title="In the same memory", **x),
         Lines(series=found, ylabel="found in full pages, %", title="The same prompt again", **x),
     ]
 
