@@ -326,6 +326,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.counts["mixed"] += group in self.mixed
                 for seq in group.seqs if group.beam is None and group in self.versions else ():
                     self.check_output_so_far(seq)
+            elif group.request.pin and group.request.request_id not in self.pinned:  # unpinned while it was computed
+                assert [seq.finish_reason for seq in group.seqs] == ["abort"]
             else:
                 self.driver.check_answers(group, self.versions[group])
         self.live = [group for group in self.live if not group.is_finished]
