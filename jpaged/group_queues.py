@@ -100,7 +100,7 @@ class GroupQueues:
             self._memory.swap_in(group.live)
 
     def _num_pages_due(self, seq: Sequence) -> int:
-        held = len(seq.pages) - seq.pages.count(0)
+        held = len(seq.pages) - (0 if self._memory.sliding_window is None else seq.pages.count(0))
         return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
 
     def _num_pages_to_keep(self, seq: Sequence) -> int:

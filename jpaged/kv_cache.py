@@ -11,8 +11,8 @@ from jaxtyping import DTypeLike
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError
-from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
+from jpaged.page_allocator import pages_at_most
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
 
 GIB = 1 << 30
@@ -182,16 +182,16 @@ def plan_pool(
     wanted, window = scheduler.max_model_len, getattr(model, "sliding_window", None)
     if wanted is not None and wanted > model.max_position:
         raise ConfigError(f"max_model_len is {wanted}, but the model knows positions up to {model.max_position}")
-    memory_manager = MemoryManager.for_pool(num_pages, size, sliding_window=window)
-    pages_needed = memory_manager.pages_at_most(wanted or model.max_position, scheduler.max_num_batched_tokens)
+    chunk = scheduler.max_num_batched_tokens
+    pages_needed = pages_at_most(wanted or model.max_position, size, sliding_window=window, chunk=chunk)
     capacity = (num_pages - 1) * size
-    if wanted is not None and pages_needed > memory_manager.capacity:
+    if wanted is not None and pages_needed > num_pages - 1:
         raise ConfigError(
             f"max_model_len is {wanted}, but the pool holds {capacity} tokens "
             f"({num_pages} pages x {size}, one reserved; {reason}); raise num_pages or lower max_model_len"
         )
     # A sequence longer than the pool fits if its pages are given back as they leave the window.
-    fits = pages_needed <= memory_manager.capacity
+    fits = pages_needed <= num_pages - 1
     longest = wanted or (model.max_position if fits else min(model.max_position, capacity))
     return PoolPlan(num_pages, size, per_page, longest, reason)
 

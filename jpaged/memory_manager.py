@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from jpaged.errors import PageStateError
 from jpaged.host_pool import HostPool
-from jpaged.page_allocator import PageAllocator
+from jpaged.page_allocator import PageAllocator, pages_at_most
 from jpaged.pending_transfers import PendingTransfers
 from jpaged.pins import Pins
 from jpaged.prefix_cache import CacheKey, PrefixCache, PrefixHit, token_bytes
@@ -108,10 +108,8 @@ class MemoryManager:
 
     def pages_at_most(self, num_tokens: int, chunk: int) -> int:
         """Pages that a sequence of `num_tokens` holds at once at the most, if it is computed `chunk` tokens a step."""
-        pages = self.allocator.pages_for(num_tokens)
-        if self.sliding_window is None:
-            return pages
-        return min(pages, self.allocator.pages_for(self.sliding_window + chunk) + 1)
+        size = self.allocator.page_size
+        return pages_at_most(num_tokens, size, sliding_window=self.sliding_window, chunk=chunk)
 
     # ------------------------------------------------------------------------------------------ a sequence's life
 

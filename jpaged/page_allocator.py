@@ -6,6 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from jpaged.errors import ConfigError, OutOfPagesError, PageStateError
 
 
+def pages_at_most(num_tokens: int, page_size: int, *, sliding_window: int | None, chunk: int) -> int:
+    """Pages that a sequence holds at once at the most.
+
+    Args:
+      num_tokens: of the sequence.
+      page_size: token slots a page.
+      sliding_window: positions that the model sees at most; pages left of it are given back. `None`: all.
+      chunk: tokens that are computed in one step at the most.
+
+    Example:
+      >>> pages_at_most(100, 8, sliding_window=None, chunk=16), pages_at_most(100, 8, sliding_window=20, chunk=16)
+      (13, 6)
+    """
+    pages = -(-num_tokens // page_size)
+    return pages if sliding_window is None else min(pages, -(-(sliding_window + chunk) // page_size) + 1)
+
+
 class PageAllocator:
     """Hands out page ids and takes them back; it never touches the device. Each call costs O(1) a page.
 

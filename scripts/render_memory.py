@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jpaged import plots
 from scripts.markdown import table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -25,15 +26,7 @@ TITLES: Final = {
     "memory-mooncake": "Mooncake, conversation",
 }
 SCHEMES: Final = {"paged": "pages", "oracle": "Oracle", "pow2": "Pow2", "max": "Max"}
-CAUSES: Final = {
-    "tokens": "tokens",
-    "partly_filled": "partly filled pages",
-    "null_page": "null page",
-    "not_yet_used": "reserved, not used yet",
-    "internal": "reserved, never used",
-    "rounding": "rounded to a power of two",
-    "free": "not given out",
-}
+CAUSES: Final = {**plots.CAUSES, "free": "not given out"}
 # Kwon et al., SOSP 2023: figure 2 (OPT-13B, %; "rounding" holds external fragmentation and others, free slots too),
 # figure 13 (mean batched requests at 2 and 30 requests a second), figure 15 (ShareGPT gives ranges alone).
 PAPER_CAUSES: Final = {
