@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from jpaged.config import CacheConfig, SchedulerConfig
+from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.lengths import Lengths
 from jpaged.model_bytes import kv_bytes_per_page, sampler_bytes, weight_bytes
@@ -142,7 +142,7 @@ def plan_capacity(
     *,
     device_bytes: int,
     memory_fraction: float = CacheConfig.memory_fraction,
-    page_size: int = CacheConfig.page_size,
+    page_size: int = DEFAULT_PAGE_SIZE,
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     max_num_seqs: int | None = None,
@@ -157,7 +157,7 @@ def plan_capacity(
       lengths: the workload.
       device_bytes: memory of the device.
       memory_fraction: part of it that weights, sampler's state and pages may take together.
-      page_size: token slots a page.
+      page_size: token slots a page; by default what engines take on CPU and GPU.
       dtype: of the weights: "float32", "bfloat16" or "float16".
       kv_dtype: of K and V, also "int8" or "float8_e4m3fn". `None`: that of the weights.
       max_num_seqs: sequences that the engine is told to run at once. `None`: as many as the pages hold on average.

@@ -7,9 +7,11 @@ at start, which logs what it chose.
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from jpaged.errors import ConfigError
+
+DEFAULT_PAGE_SIZE: Final = 16  # of every back end but the Mosaic TPU kernel: see `jpaged.kv_cache.default_page_size`
 
 
 def _require(ok: bool, what: str, got: object, expected: str) -> None:
@@ -26,7 +28,8 @@ class CacheConfig:
     """The page pool.
 
     Attributes:
-      page_size: token slots a page. Small pages waste less, large pages make longer memory transfers.
+      page_size: token slots a page. Small pages waste less, large pages make longer memory transfers. `None`: 16, or 64
+        or 128 for the Mosaic TPU kernel, to which a page is one transfer (`Engine.pool_plan` says what it came to).
       num_pages: pages in the pool, the null page included. `None`: as many as `memory_fraction` allows.
       memory_fraction: part of the device's memory that weights, sampler state and pages may take together; the rest is
         left to the temporaries of a step.
@@ -42,10 +45,10 @@ class CacheConfig:
       >>> CacheConfig(page_size=12)
       Traceback (most recent call last):
       ...
-      jpaged.errors.ConfigError: page_size is 12, expected a multiple of 8
+      jpaged.errors.ConfigError: page_size is 12, expected a multiple of 8, or None
     """
 
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     memory_fraction: float = 0.9
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"] | None = None
@@ -54,7 +57,12 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         size = self.page_size
-        _require(_is_int(size) and size > 0 and size % 8 == 0, "page_size", size, "a multiple of 8")
+        _require(
+            size is None or (_is_int(size) and size > 0 and size % 8 == 0),
+            "page_size",
+            size,
+            "a multiple of 8, or None",
+        )
         pages = self.num_pages
         _require(
             pages is None or (_is_int(pages) and pages >= 2), "num_pages", pages, "at least 2 (page 0 is the null page)"
@@ -244,23 +252,24 @@ class EngineConfig:
         _require(self.warmup in ("eager", "lazy"), "warmup", self.warmup, '"eager" or "lazy"')
         _require(self.recompile in ("warn", "error"), "recompile", self.recompile, '"warn" or "error"')
 
-    def step_shapes(self, max_model_len: int) -> tuple[StepShape, ...]:
+    def step_shapes(self, max_model_len: int, page_size: int) -> tuple[StepShape, ...]:
         """Every shape that a step may have, in ascending order.
 
         Args:
           max_model_len: tokens of a sequence at the most (resolved).
+          page_size: token slots a page (resolved).
 
         Raises:
           ConfigError: the largest page bucket cannot hold `max_model_len` tokens.
 
         Example:
           >>> config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16))
-          >>> [str(shape) for shape in config.step_shapes(64)]
+          >>> [str(shape) for shape in config.step_shapes(64, page_size=16)]
           ['T1 S1 P4', 'T4 S4 P4', 'T16 S4 P4']
         """
         seqs = self.scheduler.max_num_seqs
         tokens = self.token_buckets or default_token_buckets(seqs, self.scheduler.max_num_batched_tokens)
-        needed = -(-max_model_len // self.cache.page_size)
+        needed = -(-max_model_len // page_size)
         pages = self.page_buckets or (needed,)
         _require(pages[-1] >= needed, "page_buckets", pages, f"a last entry of at least {needed} pages")
         return tuple(StepShape(t, min(t, seqs), p) for t in tokens for p in pages)

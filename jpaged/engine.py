@@ -114,8 +114,8 @@ class Engine:
             max_model_len=self.pool_plan.max_model_len,
             eos_token_ids=self.eos_token_ids,
         )
-        self.step_shapes = config.step_shapes(self.pool_plan.max_model_len)
-        self._packer = BatchPacker(self.step_shapes, page_size=config.cache.page_size, max_num_seqs=max_num_seqs)
+        self.step_shapes = config.step_shapes(self.pool_plan.max_model_len, self.pool_plan.page_size)
+        self._packer = BatchPacker(self.step_shapes, page_size=self.pool_plan.page_size, max_num_seqs=max_num_seqs)
         self._runner = StepRunner(
             model,
             max_logprobs=config.max_logprobs,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import DTypeLike
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.models import PagedModel
 from jpaged.page_allocator import pages_at_most
@@ -19,6 +19,10 @@ GIB = 1 << 30
 MAX_SLOTS = 2**31 - 1
 # Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
 MAX_DEFAULT_CPU_POOL_BYTES = GIB
+# Of the Mosaic TPU kernel, which fetches a page by one DMA: one of so many bytes hides most of its latency.
+_TPU_PAGE_BYTES = 128 << 10
+_TPU_PAGE_SIZES = (64, 128)
+_TPU_LANES = 128
 
 
 class Device(Protocol):
@@ -79,6 +83,38 @@ def model_weights(model: PagedModel) -> list[jax.Array]:
     return weights
 
 
+def default_page_size(model: PagedModel, *, dtype: str, implementation: str) -> int:
+    """Token slots a page where `CacheConfig.page_size` is `None`.
+
+    16, as small pages waste least; but for the Mosaic TPU kernel 64, if a page of each layer then has at least 128 KiB
+    and its scales, if any, fill whole registers, else 128.
+
+    Example:
+      >>> from jpaged.models import Llama, LlamaConfig
+      >>> tiny = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+      ...                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+      >>> model = Llama(tiny, rngs=nnx.Rngs(0))
+      >>> [default_page_size(model, dtype="bfloat16", implementation=name) for name in ("xla", "mosaic_tpu")]
+      [16, 128]
+    """
+    if implementation != "mosaic_tpu":
+        return DEFAULT_PAGE_SIZE
+    small, large = _TPU_PAGE_SIZES
+    suits = all(
+        spec.bytes_per_page >= _TPU_PAGE_BYTES and not (spec.quantized and small * spec.num_kv_heads % _TPU_LANES)
+        for spec in _layers(model, small, dtype=dtype, implementation=implementation)
+    )
+    return small if suits else large
+
+
+def _layers(
+    model: PagedModel, page_size: int, *, dtype: str, implementation: str, num_pages: int = 2
+) -> list[PageSpec]:
+    return model.page_specs(
+        num_pages=num_pages, page_size=page_size, dtype=jnp.dtype(dtype), implementation=implementation
+    )
+
+
 def choose_implementation(
     model: PagedModel, config: EngineConfig, *, dtype: str, activations: DTypeLike
 ) -> tuple[str, str]:
@@ -93,13 +129,16 @@ def choose_implementation(
     Raises:
       NotImplementedError: the one that was asked for cannot run here.
     """
-    size = config.cache.page_size
-    specs = model.page_specs(num_pages=2, page_size=size, dtype=jnp.dtype(dtype), implementation="xla")
+    # The kernel that is particular about its pages is asked about its own; to the others those are as good as 16.
+    size = config.cache.page_size or default_page_size(model, dtype=dtype, implementation="mosaic_tpu")
     choices = [
         resolve_implementation(
-            config.implementation, spec=spec, q=jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), activations)
+            config.implementation,
+            spec=spec,
+            q=jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), activations),
+            stored=False,
         )
-        for spec in dict.fromkeys(specs)
+        for spec in dict.fromkeys(_layers(model, size, dtype=dtype, implementation="xla"))
     ]
     return next((choice for choice in choices if choice[0] == "xla"), choices[0])  # which runs whatever comes
 
@@ -146,7 +185,8 @@ def plan_pool(
 
     Args:
       model: gives the pages' shapes.
-      cache: `num_pages` is taken as it is; `None` fills the memory that `memory_fraction` leaves.
+      cache: `num_pages` is taken as it is; `None` fills the memory that `memory_fraction` leaves. `page_size`: `None`
+        stands for `default_page_size`.
       scheduler: `max_model_len` is checked against the pool; `None` takes what model and pool allow.
       dtype: stored dtype of K and V.
       implementation: attention back end.
@@ -156,8 +196,8 @@ def plan_pool(
     Raises:
       ConfigError: not even one page fits, or `max_model_len` is more than the model or the pool can hold.
     """
-    size = cache.page_size
-    one = model.page_specs(num_pages=2, page_size=size, dtype=jnp.dtype(dtype), implementation=implementation)
+    size = cache.page_size or default_page_size(model, dtype=dtype, implementation=implementation)
+    one = _layers(model, size, dtype=dtype, implementation=implementation)
     per_page = bytes_per_page(one)
     if cache.num_pages is not None:
         num_pages, reason = cache.num_pages, "num_pages was given"
@@ -198,7 +238,5 @@ def plan_pool(
 
 def allocate_pool(model: PagedModel, plan: PoolPlan, *, dtype: str, implementation: str) -> list[KVPages]:
     """Zeroed pages, one `KVPages` a layer."""
-    specs = model.page_specs(
-        num_pages=plan.num_pages, page_size=plan.page_size, dtype=jnp.dtype(dtype), implementation=implementation
-    )
+    specs = _layers(model, plan.page_size, dtype=dtype, implementation=implementation, num_pages=plan.num_pages)
     return [make_pages(spec) for spec in specs]

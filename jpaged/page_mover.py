@@ -1,11 +1,12 @@
 """`PageMover`: carries out a plan's `PageTransfers`: pages to the host and back, and copies within the pool."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import numpy as np
 
-from jpaged.pallas_kernels import KVPages, copy_pages
+from jpaged.pallas_kernels import KVPages, copy_pages, replace_pages
 from jpaged.step_plan import PageTransfers
 
 # Page ids go over in lists of these lengths, padded with the null page: one small program each.
@@ -35,7 +36,8 @@ class PageMover:
         ]
         self._copy = jax.jit(_copy, donate_argnums=0)
         self._read = jax.jit(_read)
-        self._write = jax.jit(_write, donate_argnums=0)
+        write = partial(_write, implementation=kv_pages[0].spec.implementation)
+        self._write = jax.jit(write, donate_argnums=0)
 
     def move(self, kv_pages: list[KVPages], transfers: PageTransfers) -> list[KVPages]:
         """Moves what a plan asks for, in the order of its fields. `kv_pages` is consumed.
@@ -84,5 +86,5 @@ def _read(leaves, pages):
     return [leaf[pages] for leaf in leaves]
 
 
-def _write(leaves, pages, values):
-    return [leaf.at[pages].set(value) for leaf, value in zip(leaves, values, strict=True)]
+def _write(leaves, pages, values, implementation):
+    return [replace_pages(leaf, pages, value, implementation) for leaf, value in zip(leaves, values, strict=True)]

@@ -6,15 +6,18 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Float32
 
-from .compat import current_gpu
+from .compat import current_gpu, current_tpu
 from .dispatch import current_platform, resolve_implementation, supported_implementations
 from .gpu_plan import GPUWork, plan_gpu
 from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .rope import Rope, apply_rope
+from .tpu_plan import TPUWork, plan_tpu
+from .tpu_tuning import choose_tpu_blocks
 from .tuning import choose_gpu_blocks
 from .validate import validate_metadata, validate_new_kv, validate_static
+from .write_plan_tpu import plan_write
 from .xla import AttentionOptions, paged_attention_xla
 from .xla_plan import XLAWork, plan_xla
 
@@ -42,6 +45,10 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     """
     validate_metadata(meta, meta.positions.shape[0])
     resolve_implementation(spec.implementation, spec=spec)
+    chip = current_tpu()
+    if spec.implementation == "mosaic_tpu" and chip is not None:
+        blocks = choose_tpu_blocks(spec, chip, meta.positions.shape[0])
+        return dataclasses.replace(meta, work=plan_tpu(meta, plan_write(meta, spec), blocks))
     work = plan_xla(meta, spec.page_size, current_platform())
     gpu = current_gpu()
     if gpu is not None and "mosaic_gpu" in supported_implementations(spec=spec):
@@ -73,7 +80,11 @@ def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: K
     """
     validate_new_kv(k, v, kv_pages, meta)
     resolve_implementation(kv_pages.spec.implementation, spec=kv_pages.spec)
-    return write_kv_xla(k, v, kv_pages, meta)
+    if kv_pages.spec.implementation == "mosaic_tpu":
+        from .write_tpu import write_kv_tpu as write  # Pallas for TPUs takes half a second to import
+    else:
+        write = write_kv_xla
+    return write(k, v, kv_pages, meta)
 
 
 def paged_attention(
@@ -135,7 +146,8 @@ def paged_attention(
         meta = plan_attention(meta, kv_pages.spec)
     if name == "xla" and isinstance(meta.work, GPUWork):
         meta = dataclasses.replace(meta, work=meta.work.xla)
-    if not isinstance(meta.work, GPUWork if name == "mosaic_gpu" else XLAWork):
+    expected = {"mosaic_gpu": GPUWork, "mosaic_tpu": TPUWork, "xla": XLAWork}[name]
+    if not isinstance(meta.work, expected):
         raise ValueError(
             f"meta.work is a {type(meta.work).__name__}; expected the schedule of {name!r}: call plan_attention with "
             "the spec of these pages"
@@ -147,6 +159,8 @@ def paged_attention(
     )
     if name == "mosaic_gpu":
         from .decode_gpu import paged_attention_gpu as attend  # needs jax 0.11
+    elif name == "mosaic_tpu":
+        from .ragged_tpu import paged_attention_tpu as attend
     else:
         attend = paged_attention_xla
     out, lse = attend(q, kv_pages, meta, sinks, options, with_lse=return_lse)

@@ -54,3 +54,52 @@ def current_gpu() -> GPU | None:
 
 def _devices() -> list[Any]:
     return jax.devices() if jax.default_backend() == "gpu" else []
+
+
+# Generation and bytes of vector memory a core, by words of a device's name; the first that fits.
+_TPUS = {
+    "v2": (2, 16),
+    "v3": (3, 16),
+    "v4": (4, 16),
+    "v5 lite": (5, 128),
+    "v5e": (5, 128),
+    "v5": (5, 64),
+    "v6": (6, 128),
+    "7": (7, 64),
+}
+
+
+@dataclass(frozen=True)
+class TPU:
+    """The TPU that kernels are made for.
+
+    Attributes:
+      kind: its name.
+      generation: 4 to 7; 4, the least that kernels are made for, where the name is not known.
+      cores: cores that act as one device.
+      vmem_bytes: vector memory of a core.
+    """
+
+    kind: str
+    generation: int
+    cores: int
+    vmem_bytes: int
+
+
+def current_tpu() -> TPU | None:
+    """The TPU of the mesh in use, else the first one there is, or `None`."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform != "tpu":
+        device = jax.devices()[0] if jax.default_backend() == "tpu" else None
+    return None if device is None else describe_tpu(device.device_kind, device.num_cores or 1)
+
+
+def describe_tpu(kind: str, cores: int = 1) -> TPU:
+    """What is known of a TPU by its name.
+
+    Example:
+      >>> describe_tpu("TPU v5 lite").vmem_bytes >> 20
+      128
+    """
+    generation, mib = next((known for words, known in _TPUS.items() if words in kind.lower()), (4, 16))
+    return TPU(kind, generation, cores, mib << 20)

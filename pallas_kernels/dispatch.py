@@ -2,9 +2,9 @@
 
 import jax
 
-from .compat import current_gpu, jax_version
+from . import tpu_tuning, tuning
+from .compat import current_gpu, current_tpu, jax_version
 from .pages import IMPLEMENTATIONS, PageSpec
-from .tuning import shape_objection
 
 # What each platform would rather run, best first.
 _CANDIDATES = {
@@ -12,10 +12,6 @@ _CANDIDATES = {
     "gpu": ("mosaic_gpu", "xla"),
     "tpu": ("mosaic_tpu", "xla"),
 }
-_MISSING = {
-    "mosaic_tpu": "the Mosaic TPU kernel is not part of this version",
-}
-_STORED_ALIKE = ("xla", "mosaic_gpu")  # their pages have one shape
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 
 
@@ -49,8 +45,29 @@ def _mosaic_gpu_objection(platform: str, spec: PageSpec | None, q: jax.ShapeDtyp
     if spec is None:
         return "the Mosaic GPU kernel does not run all pages; ask with their PageSpec"
     heads, dtype = (None, None) if q is None else (q.shape[1], q.dtype.name)
-    objection = shape_objection(spec, heads, dtype)
+    objection = tuning.shape_objection(spec, heads, dtype)
     return None if objection is None else f"the Mosaic GPU kernel: {objection}"
+
+
+def _mosaic_tpu_objection(platform: str, spec: PageSpec | None, q: jax.ShapeDtypeStruct | None) -> str | None:
+    chip = current_tpu() if platform == "tpu" else None
+    if platform != "tpu" or (chip is not None and chip.generation < 4):
+        have = f"the devices in use are {platform}" if chip is None else f"this is a {chip.kind}"
+        return f"the Mosaic TPU kernel needs a TPU of generation 4 or newer; {have}"
+    if spec is None:
+        return "the Mosaic TPU kernel does not run all pages; ask with their PageSpec"
+    heads, dtype = (None, None) if q is None else (q.shape[1], q.dtype.name)
+    objection = tpu_tuning.shape_objection(spec, heads, dtype)
+    if objection is not None:
+        return f"the Mosaic TPU kernel: {objection}"
+    if chip is None or q is None:
+        return None
+    from .fit_tpu import memory_objection  # Pallas for TPUs takes half a second to import
+
+    return memory_objection(spec, q.shape[1], q.dtype, chip)
+
+
+_OBJECTIONS = {"mosaic_gpu": _mosaic_gpu_objection, "mosaic_tpu": _mosaic_tpu_objection}
 
 
 def _reads(implementation: str, spec: PageSpec) -> bool:
@@ -58,13 +75,13 @@ def _reads(implementation: str, spec: PageSpec) -> bool:
     return spec.implementation == implementation or (implementation, spec.implementation) == ("mosaic_gpu", "xla")
 
 
-def _objection(name: str, platform: str, spec: PageSpec | None, q: jax.ShapeDtypeStruct | None = None) -> str | None:
+def _objection(
+    name: str, platform: str, spec: PageSpec | None, q: jax.ShapeDtypeStruct | None = None, *, stored: bool = True
+) -> str | None:
     """Why `name` cannot run here, or `None` if it can."""
-    if name in _MISSING:
-        return _MISSING[name]
-    if spec is not None and not _reads(name, spec):
+    if stored and spec is not None and not _reads(name, spec):
         return f"the pages are stored for {spec.implementation!r}; make them with PageSpec(implementation={name!r})"
-    return _mosaic_gpu_objection(platform, spec, q) if name == "mosaic_gpu" else None
+    return _OBJECTIONS[name](platform, spec, q) if name in _OBJECTIONS else None
 
 
 def _check_name(implementation: str) -> None:
@@ -81,6 +98,7 @@ def resolve_implementation(
     platform: str | None = None,
     spec: PageSpec | None = None,
     q: jax.ShapeDtypeStruct | None = None,
+    stored: bool = True,
 ) -> tuple[str, str]:
     """Picks the implementation of the attention ops and says why, for the log.
 
@@ -89,6 +107,8 @@ def resolve_implementation(
       platform: "cpu", "gpu" or "tpu"; `None` for the devices of the mesh in use.
       spec: the pages it is to run on, or `None` before there are any; a kernel that does not run all is then passed
         over.
+      stored: whether the pages are there already, in the shape that `spec` says; else they are still to be made, in
+        that of the implementation that is picked.
       q: shape [T, Hq, D] and dtype of the queries that it is to run on, or `None` if they are not known.
 
     Returns:
@@ -108,13 +128,13 @@ def resolve_implementation(
     platform = current_platform() if platform is None else _ALIASES.get(platform, platform)
     if implementation is not None:
         _check_name(implementation)
-        objection = _objection(implementation, platform, spec, q)
+        objection = _objection(implementation, platform, spec, q, stored=stored)
         if objection is not None:
             raise NotImplementedError(f"implementation {implementation!r} cannot run on {platform}: {objection}")
         return implementation, f"{implementation!r} was asked for"
     objections: dict[str, str] = {}
     for name in _CANDIDATES.get(platform, ("xla",)):
-        objection = _objection(name, platform, spec, q)
+        objection = _objection(name, platform, spec, q, stored=stored)
         if objection is None:
             if not objections:
                 return name, f"{name!r} is the first choice on {platform}"
@@ -141,14 +161,3 @@ def supported_implementations(platform: str | None = None, spec: PageSpec | None
     """
     platform = current_platform() if platform is None else _ALIASES.get(platform, platform)
     return tuple(n for n in _CANDIDATES.get(platform, ("xla",)) if _objection(n, platform, spec) is None)
-
-
-def require_stored_by(spec: PageSpec, implementation: str, op: str) -> None:
-    """Raises NotImplementedError unless the pages are stored in the shape of `implementation`."""
-    if {spec.implementation, implementation} <= set(_STORED_ALIKE):
-        return
-    if spec.implementation != implementation:
-        raise NotImplementedError(
-            f"{op} on pages stored for {spec.implementation!r}: only {implementation!r} has it in this version; "
-            f"make the pages with PageSpec(implementation={implementation!r})"
-        )

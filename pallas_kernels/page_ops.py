@@ -1,14 +1,14 @@
 """Whole pages: copy (copy-on-write, compaction), gather (inspection, swap-out), scatter (swap-in)."""
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from .dispatch import require_stored_by
-from .kv_write import scatter_kv
 from .pages import KVPages
-from .quantization import dequantize
+from .quantization import dequantize, quantize
 
 
 def copy_pages(kv_pages: KVPages, src: Int32[Array, " n"], dst: Int32[Array, " n"]) -> KVPages:
@@ -24,21 +24,41 @@ def copy_pages(kv_pages: KVPages, src: Int32[Array, " n"], dst: Int32[Array, " n
       >>> float(copy_pages(pages, jnp.array([1]), jnp.array([3])).data[3].sum())
       8.0
     """
+    scales = None if kv_pages.scales is None else kv_pages.scales[src]
+    return _set_pages(kv_pages, dst, kv_pages.data[src], scales)
 
-    def copied(pool: Array) -> Array:
-        return pool.at[dst].set(pool[src], mode="drop")
 
-    scales = None if kv_pages.scales is None else copied(kv_pages.scales)
-    return dataclasses.replace(kv_pages, data=copied(kv_pages.data), scales=scales)
+def replace_pages(pool: Array, page_ids: Int32[Array, " n"], pages: Array, implementation: str) -> Array:
+    """Replaces pages of one stored array (K and V, or scales) by stored ones [n, ...], in place if donated.
+
+    Ids outside the pool are dropped.
+
+    Args:
+      implementation: the back end that the pool is stored for.
+    """
+    if implementation != "mosaic_tpu":
+        return pool.at[page_ids].set(pages, mode="drop")
+
+    # XLA's scatter on TPU wants bytes in smaller tiles than a pool of them has, and would copy the pool.
+    def replace(i: Array, pool: Array) -> Array:
+        at = jnp.clip(page_ids[i], 0, pool.shape[0] - 1)
+        page = jnp.where(at == page_ids[i], pages[i], pool[at])
+        return lax.dynamic_update_index_in_dim(pool, page, at, 0)
+
+    return lax.fori_loop(0, page_ids.shape[0], replace, pool)
+
+
+def _set_pages(kv_pages: KVPages, page_ids: Int32[Array, " n"], data: Array, scales: Array | None) -> KVPages:
+    replace = partial(replace_pages, implementation=kv_pages.spec.implementation)
+    if kv_pages.scales is not None and scales is not None:
+        scales = replace(kv_pages.scales, page_ids, scales)
+    return dataclasses.replace(kv_pages, data=replace(kv_pages.data, page_ids, data), scales=scales)
 
 
 def gather_pages(
     kv_pages: KVPages, page_ids: Int32[Array, " n"]
 ) -> tuple[Float[Array, "n K Hkv D"], Float[Array, "n K Hkv D"]]:
     """Reads K and V of whole pages: the pages' dtype, or f32 where they are quantised.
-
-    Raises:
-      NotImplementedError: the pages are stored for a back end that has no such op yet.
 
     Example:
       >>> from jpaged.pallas_kernels import PageSpec, make_pages
@@ -47,12 +67,10 @@ def gather_pages(
       >>> k.shape, k.dtype.name
       ((2, 2, 1, 2), 'float32')
     """
-    require_stored_by(kv_pages.spec, "xla", "gather_pages")
-    spec = kv_pages.spec
-    kv = kv_pages.data[page_ids].reshape(-1, spec.page_size, spec.num_kv_heads, 2, spec.head_dim)
-    if kv_pages.scales is not None:
-        scales = kv_pages.scales[page_ids].reshape(-1, spec.num_kv_heads, 2, spec.page_size)
-        kv = dequantize(kv, scales.transpose(0, 3, 1, 2))
+    scales = None if kv_pages.scales is None else kv_pages.scales[page_ids]
+    kv, scales = kv_pages.spec.to_logical(kv_pages.data[page_ids], scales)
+    if scales is not None:
+        kv = dequantize(kv, scales)
     return kv[..., 0, :], kv[..., 1, :]
 
 
@@ -66,9 +84,6 @@ def scatter_pages(
 
     A gathered quantised page comes back with the same values: its largest magnitude already has its scale.
 
-    Raises:
-      NotImplementedError: the pages are stored for a back end that has no such op yet.
-
     Example:
       >>> from jpaged.pallas_kernels import PageSpec, make_pages
       >>> pages = make_pages(PageSpec(num_pages=4, page_size=2, num_kv_heads=1, head_dim=2, dtype="float32"))
@@ -77,8 +92,8 @@ def scatter_pages(
       >>> v.tolist()
       [[[[5.0, 5.0]], [[5.0, 5.0]]]]
     """
-    require_stored_by(kv_pages.spec, "xla", "scatter_pages")
     spec = kv_pages.spec
-    slots = page_ids[:, None] * spec.page_size + jnp.arange(spec.page_size, dtype=jnp.int32)
-    tokens = (-1, spec.num_kv_heads, spec.head_dim)
-    return scatter_kv(k.reshape(tokens), v.reshape(tokens), kv_pages, slots.reshape(-1))
+    kv, scales = jnp.stack([k, v], axis=3), None
+    if spec.quantized:
+        kv, scales = quantize(kv, spec.dtype)
+    return _set_pages(kv_pages, page_ids, *spec.to_stored(kv.astype(spec.dtype), scales))

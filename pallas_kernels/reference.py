@@ -14,15 +14,14 @@ from .pages import KVPages
 def read_row(kv_pages: KVPages, page_table_row: np.ndarray, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Reads the first `kv_len` tokens of a row: K and V, float64 [kv_len, Hkv, D], dequantised."""
     spec = kv_pages.spec
-    page_size, hkv, d = spec.page_size, spec.num_kv_heads, spec.head_dim
-    # Only the linear order is relied on, so this reads the pages of every back end.
-    pool = np.asarray(kv_pages.data.astype(jnp.float32)).reshape(spec.num_pages, page_size, hkv, 2, d)
-    k, v = np.zeros((2, kv_len, hkv, d))
+    scales = None if kv_pages.scales is None else np.asarray(kv_pages.scales)
+    pool, scales = spec.to_logical(np.asarray(kv_pages.data.astype(jnp.float32)), scales)
+    k, v = np.zeros((2, kv_len, spec.num_kv_heads, spec.head_dim))
     for position in range(kv_len):
-        page, offset = page_table_row[position // page_size], position % page_size
+        page, offset = page_table_row[position // spec.page_size], position % spec.page_size
         kv = pool[page, offset].astype(np.float64)
-        if kv_pages.scales is not None:
-            kv = kv * np.asarray(kv_pages.scales[page]).reshape(hkv, 2, page_size)[:, :, offset, None]
+        if scales is not None:
+            kv = kv * scales[page, offset, :, :, None]
         k[position], v[position] = kv[:, 0], kv[:, 1]
     return k, v
 

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import render_memory
+from scripts import render_memory, render_tpu
 from scripts.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +191,7 @@ PARTS: Mapping[str, Callable[[list[Record]], str]] = {
     "sources": source_table,
     "colab": colab_badge,
     **render_memory.PARTS,
+    **render_tpu.PARTS,
 }
 
 

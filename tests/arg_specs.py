@@ -30,6 +30,7 @@ class ArgSpec:
     page_size: int = 4
     dtype: str = "float32"
     page_dtype: str = "float32"
+    implementation: str = "xla"
     scale: float | None = None
     sliding_window: int | None = None
     soft_cap: float | None = None
@@ -60,6 +61,7 @@ class ArgSpec:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(self.page_dtype),
+            implementation=self.implementation,
         )
 
 
@@ -164,21 +166,18 @@ def make_metadata(spec: ArgSpec, rng: np.random.Generator, *, forget_behind_wind
 
 
 def poisoned_pages(spec: PageSpec) -> tuple[np.ndarray, np.ndarray | None]:
-    """Host copies of a pool that is all NaN (int8 has none: its scales are NaN)."""
+    """Logical host copies of a pool that is all NaN (int8 has none: its scales are NaN); see `PageSpec.to_logical`."""
     shape = (spec.num_pages, spec.page_size, spec.num_kv_heads, 2, spec.head_dim)
     data = np.full(shape, 113 if spec.dtype == jnp.int8 else np.nan).astype(spec.dtype)
     scales = None
     if spec.quantized:
-        scales = np.full((spec.num_pages, spec.num_kv_heads, 2, spec.page_size), np.nan, np.float32)
+        scales = np.full(shape[:-1], np.nan, np.float32)
     return data, scales
 
 
-def _device_pages(spec: PageSpec, data: np.ndarray, scales: np.ndarray | None) -> KVPages:
-    return KVPages(
-        data=jnp.asarray(data.reshape(spec.data_shape)),
-        scales=None if scales is None else jnp.asarray(scales.reshape(spec.scales_shape)),
-        spec=spec,
-    )
+def _device_pages(spec: PageSpec, kv: np.ndarray, kv_scales: np.ndarray | None) -> KVPages:
+    data, scales = spec.to_stored(kv, kv_scales)
+    return KVPages(jnp.asarray(data), None if scales is None else jnp.asarray(scales), spec)
 
 
 def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
@@ -215,7 +214,7 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
             seen = np.flatnonzero((pages != 0) & (positions < until))
             pool[pages[seen], offsets[seen]] = kv[seen]
             if pool_scales is not None and kv_scales is not None:
-                pool_scales[pages[seen], :, :, offsets[seen]] = kv_scales[seen]
+                pool_scales[pages[seen], offsets[seen]] = kv_scales[seen]
     return Inputs(
         q=jnp.asarray(tokens(spec.num_heads)),
         k=jnp.asarray(new_k),

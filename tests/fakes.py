@@ -1,5 +1,6 @@
 """Small models and tokenizers for tests of what stands above them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,6 +25,12 @@ def tiny_config(**changes) -> LlamaConfig:
 def tiny_llama(seed: int = 0, **changes) -> Llama:
     """A random `tiny_config` model in float32."""
     return Llama(tiny_config(**changes), rngs=nnx.Rngs(seed), dtype=jnp.float32)
+
+
+def tpu_mesh(kind: str = "TPU v5 lite") -> jax.sharding.AbstractMesh:
+    """A TPU that is described and not there, for `jax.sharding.use_abstract_mesh`."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device)
 
 
 def greedy_without_cache(model: Llama, prompt: list[int], num_tokens: int) -> list[int]:

@@ -16,7 +16,7 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: CacheConfig(page_size=12), "page_size is 12, expected a multiple of 8"),
+        (lambda: CacheConfig(page_size=12), "page_size is 12, expected a multiple of 8, or None"),
         (lambda: CacheConfig(page_size=0), "page_size is 0"),
         (lambda: CacheConfig(page_size=-8), "page_size is -8"),
         (lambda: CacheConfig(page_size=16.0), "page_size is 16.0"),  # pyright: ignore[reportArgumentType]
@@ -113,7 +113,7 @@ def test_takes_the_ends_of_the_ranges():
 
 def test_defaults_are_valid_and_frozen():
     config = EngineConfig()
-    assert config.step_shapes(2048)[-1] == StepShape(512, 32, 128)
+    assert config.step_shapes(2048, page_size=16)[-1] == StepShape(512, 32, 128)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_logprobs = 3  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -121,14 +121,15 @@ def test_defaults_are_valid_and_frozen():
 def test_buckets_are_kept_as_given():
     config = EngineConfig(scheduler=SMALL, token_buckets=[2, 16], page_buckets=[1, 4])
     assert (config.token_buckets, config.page_buckets) == ((2, 16), (1, 4))
-    assert [str(shape) for shape in config.step_shapes(64)] == ["T2 S2 P1", "T2 S2 P4", "T16 S4 P1", "T16 S4 P4"]
+    shapes = [str(shape) for shape in config.step_shapes(64, page_size=16)]
+    assert shapes == ["T2 S2 P1", "T2 S2 P4", "T16 S4 P1", "T16 S4 P4"]
 
 
 def test_page_buckets_must_hold_the_longest_sequence():
     config = EngineConfig(scheduler=SMALL, page_buckets=[1, 4])
-    assert config.step_shapes(64)[-1].pages_per_row == 4
+    assert config.step_shapes(64, page_size=16)[-1].pages_per_row == 4
     with pytest.raises(ConfigError, match=r"page_buckets is \(1, 4\), expected a last entry of at least 5 pages"):
-        config.step_shapes(65)
+        config.step_shapes(65, page_size=16)
 
 
 @settings(deadline=None, database=None, max_examples=50)
@@ -149,13 +150,14 @@ def test_default_token_buckets_waste_at_most_three_quarters(seqs, more):
     max_model_len=st.integers(2, 4096),
     num_tokens=st.integers(1, 564),
     num_rows=st.integers(1, 64),
+    page_size=st.sampled_from((8, 16, 128)),
 )
-def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows):
+def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows, page_size):
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=seqs + more))
-    shapes = config.step_shapes(max_model_len)
+    shapes = config.step_shapes(max_model_len, page_size)
     assert list(shapes) == sorted(shapes, key=lambda s: (s.num_tokens, s.num_rows, s.pages_per_row))
     num_tokens = min(num_tokens, seqs + more)
     num_rows = min(num_rows, seqs, num_tokens)  # each row has at least one token
     shape = next(shape for shape in shapes if shape.num_tokens >= num_tokens)
     assert shape.num_rows >= num_rows
-    assert shape.pages_per_row * config.cache.page_size >= max_model_len
+    assert shape.pages_per_row * page_size >= max_model_len

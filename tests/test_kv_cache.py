@@ -1,12 +1,21 @@
 """How many pages fit is computed before anything is allocated, and explained."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jpaged.config import CacheConfig, SchedulerConfig
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError
-from jpaged.kv_cache import GIB, allocate_pool, free_device_bytes, plan_pool
-from tests.fakes import tiny_llama
+from jpaged.kv_cache import (
+    GIB,
+    allocate_pool,
+    choose_implementation,
+    default_page_size,
+    free_device_bytes,
+    plan_pool,
+)
+from jpaged.pallas_kernels import PageSpec
+from tests.fakes import tiny_llama, tpu_mesh
 
 
 class FakeDevice:
@@ -88,3 +97,83 @@ def test_the_pool_is_zeroed_and_as_planned(model):
     pages = allocate_pool(model, pool, dtype="float32", implementation="xla")
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == pool.pool_bytes
     assert not any(leaf.any() for leaf in jax.tree.leaves(pages))
+
+
+class FakeModel:
+    """A model's pages alone: KV heads and width of a head for each layer."""
+
+    def __init__(self, *layers: tuple[int, int]):
+        self.layers, self.max_position = layers, 256
+
+    def page_specs(self, *, num_pages, page_size, dtype, implementation) -> list[PageSpec]:
+        return [PageSpec(num_pages, page_size, heads, width, dtype, implementation) for heads, width in self.layers]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "expected"),
+    [
+        (FakeModel((8, 64)), "bfloat16", 64),  # 128 KiB
+        (FakeModel((8, 64)), "int8", 128),
+        (FakeModel((16, 64)), "int8", 64),
+        (FakeModel((3, 64)), "bfloat16", 128),
+        (FakeModel((3, 64)), "float32", 128),
+        (FakeModel((8, 64), (3, 64)), "bfloat16", 128),
+        (FakeModel((5, 256)), "bfloat16", 64),
+        (FakeModel((5, 256)), "int8", 128),  # 320 scales would leave 64 lanes of a register empty
+    ],
+)
+def test_a_page_of_the_kernel_for_tpu_is_a_long_transfer(model, dtype, expected):
+    assert default_page_size(model, dtype=dtype, implementation="mosaic_tpu") == expected
+    assert default_page_size(model, dtype=dtype, implementation="xla") == 16
+
+
+def test_the_pool_has_pages_of_the_default_size():
+    model = FakeModel((8, 64))
+    for name, size in (("xla", 16), ("mosaic_tpu", 128)):
+        pool = plan_pool(
+            model,
+            CacheConfig(num_pages=3),
+            SchedulerConfig(),
+            dtype="int8",
+            implementation=name,
+            device=jax.devices("cpu")[0],
+        )
+        specs = model.page_specs(num_pages=3, page_size=size, dtype=jnp.dtype("int8"), implementation=name)
+        assert (pool.page_size, pool.max_model_len) == (size, min(2 * size, 256))
+        assert pool.bytes_per_page == sum(spec.bytes_per_page for spec in specs)
+
+
+def chosen(model, *, dtype="float32", page_size=None, implementation=None) -> tuple[str, str]:
+    config = EngineConfig(cache=CacheConfig(page_size=page_size), implementation=implementation)
+    return choose_implementation(model, config, dtype=dtype, activations=jnp.float32)
+
+
+def test_the_kernel_for_tpu_is_chosen_if_all_layers_suit_it():
+    with jax.sharding.use_abstract_mesh(tpu_mesh()):
+        for model in (FakeModel((2, 64)), FakeModel((8, 64), (3, 64))):
+            for dtype in ("float32", "int8"):
+                assert chosen(model, dtype=dtype) == ("mosaic_tpu", "'mosaic_tpu' is the first choice on tpu")
+                assert chosen(model, dtype=dtype, implementation="mosaic_tpu")[0] == "mosaic_tpu"
+                assert chosen(model, dtype=dtype, implementation="xla") == ("xla", "'xla' was asked for")
+        name, reason = chosen(FakeModel((2, 8)))
+        assert name == "xla"
+        assert "head_dim" in reason
+        with pytest.raises(NotImplementedError, match=r"head_dim of .* have 8$"):
+            chosen(FakeModel((2, 8)), implementation="mosaic_tpu")
+        assert chosen(FakeModel((2, 64), (2, 8)))[0] == "xla"
+    assert chosen(FakeModel((2, 64)))[0] == "xla"
+    with pytest.raises(NotImplementedError, match=r"needs a TPU .* are cpu$"):
+        chosen(FakeModel((2, 64)), implementation="mosaic_tpu")
+
+
+def test_a_page_size_that_the_kernel_for_tpu_cannot_take_is_told():
+    few = FakeModel((2, 64))
+    remedy = "use a page_size that is a multiple of 64"
+    with jax.sharding.use_abstract_mesh(tpu_mesh()):
+        name, reason = chosen(few, dtype="int8", page_size=32)
+        assert name == "xla"
+        assert remedy in reason
+        with pytest.raises(NotImplementedError, match=f"cannot run on tpu.*{remedy}"):
+            chosen(few, dtype="int8", page_size=32, implementation="mosaic_tpu")
+        assert chosen(few, dtype="int8", page_size=64)[0] == "mosaic_tpu"
+        assert chosen(few, page_size=32)[0] == "mosaic_tpu"

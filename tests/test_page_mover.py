@@ -13,10 +13,10 @@ from jpaged.step_plan import PageTransfers
 from tests.kernels.hlo import pool_copies
 
 PAGES, HOST = 90, 60
-DTYPES = ("float32", "bfloat16", "int8")
+KINDS = (("float32", "xla"), ("bfloat16", "xla"), ("int8", "xla"), ("int8", "mosaic_tpu"))
 
 
-def make_pool(dtype: str) -> list[KVPages]:
+def make_pool(dtype: str, stored_for: str = "xla") -> list[KVPages]:
     """Two layers of different widths, filled with random bits: NaN, infinities and subnormals among them."""
     rng = np.random.default_rng(7)
 
@@ -28,7 +28,7 @@ def make_pool(dtype: str) -> list[KVPages]:
             words[is_nan] = words[is_nan] & 0xFF80 | 0x40
         return jnp.array(values)
 
-    specs = [PageSpec(PAGES, 8, heads, width, dtype) for heads, width in ((1, 4), (2, 8))]
+    specs = [PageSpec(PAGES, 8, heads, width, dtype, stored_for) for heads, width in ((1, 4), (2, 8))]
     return [jax.tree.map(noise, make_pages(spec)) for spec in specs]
 
 
@@ -48,10 +48,10 @@ def moved(pool: np.ndarray, host: np.ndarray, transfers: PageTransfers) -> None:
         pool[copy] = pool[source]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pages_move_bit_by_bit_whatever_their_number(dtype):
-    kv_pages = make_pool(dtype)
-    assert sum(leaf.ndim == 2 for leaf in jax.tree.leaves(kv_pages)) == (2 if dtype == "int8" else 0)  # scales
+@pytest.mark.parametrize(("dtype", "stored_for"), KINDS)
+def test_pages_move_bit_by_bit_whatever_their_number(dtype, stored_for):
+    kv_pages = make_pool(dtype, stored_for)
+    assert len(jax.tree.leaves(kv_pages)) == (4 if dtype == "int8" else 2)  # with scales
     mover = PageMover(kv_pages, num_host_pages=HOST)
     pools = bits(kv_pages)
     hosts = [np.zeros((HOST + 1, pool.shape[1]), np.uint8) for pool in pools]
@@ -89,9 +89,9 @@ def test_pages_are_saved_before_others_come_and_come_before_they_are_copied():
         np.testing.assert_array_equal(leaf[[5, 6, 7, 8]], old[[5, 5, 5, 6]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_program_copies_the_pool(dtype):
-    kv_pages = make_pool(dtype)
+@pytest.mark.parametrize(("dtype", "stored_for"), KINDS)
+def test_no_program_copies_the_pool(dtype, stored_for):
+    kv_pages = make_pool(dtype, stored_for)
     mover = PageMover(kv_pages, num_host_pages=1)
     pages = np.zeros(4, np.int32)
     leaves = jax.tree.leaves(kv_pages)

@@ -68,7 +68,7 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
 
     def page_bytes(dtype: str) -> int:
         spec = PageSpec(
-            2, config.cache.page_size, model_config.num_key_value_heads, model_config.head_dim, np.dtype(dtype), name
+            2, plan.page_size, model_config.num_key_value_heads, model_config.head_dim, np.dtype(dtype), name
         )
         return spec.bytes_per_page * model_config.num_hidden_layers
 
@@ -77,7 +77,7 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
         "config": model_config.to_hf(),
         "num_parameters": num_parameters,
         "weight_bytes": {dtype: num_parameters * float_dtype(dtype).itemsize for dtype in options.WEIGHT_DTYPES},
-        "kv_bytes_per_token": {dtype: page_bytes(dtype) / config.cache.page_size for dtype in PAGE_DTYPES},
+        "kv_bytes_per_token": {dtype: page_bytes(dtype) / plan.page_size for dtype in PAGE_DTYPES},
         "kv_bytes_per_page": {dtype: page_bytes(dtype) for dtype in PAGE_DTYPES},
         "here": {
             "device": device.platform
@@ -135,6 +135,7 @@ def _print_report(report: dict[str, Any]) -> None:
     section(
         f"here: {here['device']}, {here['dtype']}",
         {
+            "page size": f"{here['page_size']} tokens",
             "pages that fit": f"{here['num_pages'] - 1:,} and the null page ({here['why']})",
             "bytes of the pages": _size(here["pool_bytes"]),
             "tokens that fit": f"{here['num_tokens']:,}",

@@ -41,7 +41,13 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.", rich_help_panel=_SAMPLING)
 ]
-PageSize = Annotated[int, typer.Option(help="Tokens a page; a multiple of 8.", rich_help_panel=_ENGINE)]
+PageSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens a page; a multiple of 8. By default 16; 64 or 128 where the kernel for TPU runs.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 NumPages = Annotated[
     int | None,
     typer.Option(help="Pages in the pool, the null page included; by default what fits.", rich_help_panel=_ENGINE),
@@ -142,7 +148,7 @@ class SamplingOptions:
 class EngineOptions:
     """The engine as it was asked for on the command line. Fields as in `CacheConfig` and `SchedulerConfig`."""
 
-    page_size: PageSize = 16
+    page_size: PageSize = None
     num_pages: NumPages = None
     max_model_len: MaxModelLen = None
     dtype: Dtype = None

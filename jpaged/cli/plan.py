@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from jpaged.config import CacheConfig
+from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig
 from jpaged.errors import FetchError
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def plan(
         str,
         typer.Option(help="fixed:PROMPT+OUTPUT, hist:FILE, trace:FILE, or lognormal:PROMPT+OUTPUT[,sigma=1.0]."),
     ] = _DEFAULT_LENGTHS,
-    page_size: Annotated[int, typer.Option(help="Tokens a page; a multiple of 8.")] = CacheConfig.page_size,
+    page_size: Annotated[
+        int, typer.Option(help="Tokens a page; a multiple of 8. The kernel for TPU takes 64 or 128 by default.")
+    ] = DEFAULT_PAGE_SIZE,
     memory_fraction: Annotated[
         float, typer.Option(help="Part of the memory for weights, sampler's state and pages together.")
     ] = CacheConfig.memory_fraction,

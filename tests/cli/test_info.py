@@ -23,6 +23,7 @@ def test_bytes_of_weights_and_pages(jpaged, tiny_folder: Path) -> None:
     from jpaged.models import load_config
 
     report = json.loads(jpaged("info", tiny_folder, "--json").stdout)
+    assert report["here"]["page_size"] == 16  # which was not asked for
     count = load_config(tiny_folder).num_parameters
     assert report["num_parameters"] == count
     assert report["weight_bytes"] == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count}
@@ -40,6 +41,7 @@ def test_weights_are_not_read(jpaged, tiny_folder: Path, tmp_path: Path) -> None
     assert "64 and the null page" in result.stdout
     assert "vocab_size" in result.stdout
     assert "xla" in result.stdout
+    assert "page size                16 tokens" in result.stdout
 
 
 def test_what_no_pool_can_hold_is_refused(jpaged, tiny_folder: Path) -> None:

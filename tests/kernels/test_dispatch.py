@@ -77,6 +77,58 @@ def test_an_old_jax_is_refused_by_name() -> None:
         resolve_implementation("mosaic_gpu", platform="gpu", spec=PAGES)
 
 
+def tpu_mesh(kind: str) -> jax.sharding.AbstractMesh:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+
+
+def tpu_pages(**changes) -> PageSpec:
+    shape = {"page_size": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "implementation": "mosaic_tpu"}
+    return PageSpec(num_pages=2, **{**shape, **changes})
+
+
+def test_a_tpu_runs_the_kernel_on_pages_that_it_takes() -> None:
+    with jax.sharding.use_abstract_mesh(tpu_mesh("TPU v5 lite")):
+        pages = tpu_pages()
+        assert resolve_implementation(spec=pages) == ("mosaic_tpu", "'mosaic_tpu' is the first choice on tpu")
+        assert supported_implementations(spec=pages) == ("mosaic_tpu",)
+        # Pages that are still to be made will be stored as the kernel wants them.
+        assert resolve_implementation(spec=PAGES, stored=False)[0] == "mosaic_tpu"
+        name, reason = resolve_implementation(spec=PAGES)
+        assert name == "xla"
+        assert "'mosaic_tpu': the pages are stored for 'xla'; make them with PageSpec(implementation=" in reason
+        q = jax.ShapeDtypeStruct((1, 8, 128), jnp.float16)
+        with pytest.raises(NotImplementedError, match="these are float16"):
+            resolve_implementation("mosaic_tpu", spec=pages, q=q)
+        assert resolve_implementation()[0] == "xla"  # which runs whatever comes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float16"}, "pages; these are float16"),
+        ({"head_dim": 80}, "head_dim of 64, 128, 256; these pages have 80"),
+        ({"dtype": "int8", "page_size": 64, "num_kv_heads": 3}, r"page_size \* num_kv_heads is a multiple of 128"),
+    ],
+)
+def test_pages_that_the_tpu_kernel_does_not_take_are_refused_by_name(changes: dict, said: str) -> None:
+    with jax.sharding.use_abstract_mesh(tpu_mesh("TPU v6 lite")):
+        with pytest.raises(NotImplementedError, match=f"'mosaic_tpu' cannot run on tpu: .*{said}"):
+            resolve_implementation("mosaic_tpu", spec=tpu_pages(**changes))
+        # Before there are any, pages for XLA can be made instead.
+        name, reason = resolve_implementation(spec=tpu_pages(**changes), stored=False)
+        assert name == "xla"
+        assert "'mosaic_tpu': the Mosaic TPU kernel: it takes" in reason or "it reads" in reason
+
+
+@pytest.mark.parametrize("kind", ["TPU v2", "TPU v3"])
+def test_old_tpus_are_refused_by_name(kind: str) -> None:
+    with jax.sharding.use_abstract_mesh(tpu_mesh(kind)):
+        with pytest.raises(NotImplementedError, match=f"generation 4 or newer; this is a {kind}"):
+            resolve_implementation("mosaic_tpu", spec=tpu_pages())
+        assert resolve_implementation(spec=tpu_pages(), stored=False)[0] == "xla"
+
+
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'triton'; expected None .* mosaic_gpu, mosaic_tpu, xla"):
         resolve_implementation("triton")
@@ -98,9 +150,7 @@ def test_reasons_are_collected_over_the_candidates() -> None:
 
 def test_the_mesh_in_use_decides() -> None:
     assert current_platform() != "tpu"
-    device = jax.sharding.AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(tpu_mesh("TPU v5e")):
         assert current_platform() == "tpu"
 
 

@@ -1,7 +1,5 @@
 """Whole pages: copied, gathered, scattered."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +14,14 @@ def spec(dtype: str = "float32", **changes) -> PageSpec:
     return PageSpec(num_pages=9, page_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype), **changes)
 
 
-def filled(dtype: str):
+STORED = ["xla", "mosaic_tpu"]
+
+
+def filled(dtype: str, implementation: str):
     rng = np.random.default_rng(0)
     ids = jnp.array([7, 2, 5], jnp.int32)
     k, v = (jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2))
-    return scatter_pages(make_pages(spec(dtype)), ids, k, v), ids, k, v
+    return scatter_pages(make_pages(spec(dtype, implementation=implementation)), ids, k, v), ids, k, v
 
 
 # Half a step of the dtype at its largest magnitude, as a part of a head's largest magnitude (about 3).
@@ -28,8 +29,9 @@ ERROR = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5 / 127
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES)
-def test_gather_is_the_inverse_of_scatter(dtype: str) -> None:
-    pages, ids, k, v = filled(dtype)
+@pytest.mark.parametrize("implementation", STORED)
+def test_gather_is_the_inverse_of_scatter(dtype: str, implementation: str) -> None:
+    pages, ids, k, v = filled(dtype, implementation)
     for got, expected in zip(gather_pages(pages, ids), (k, v), strict=True):
         assert got.dtype == ("float32" if pages.spec.quantized else dtype)
         error = jnp.abs(got.astype(jnp.float32) - expected)
@@ -37,8 +39,9 @@ def test_gather_is_the_inverse_of_scatter(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES)
-def test_swapping_out_and_in_changes_nothing(dtype: str) -> None:
-    pages, ids, _, _ = filled(dtype)
+@pytest.mark.parametrize("implementation", STORED)
+def test_swapping_out_and_in_changes_nothing(dtype: str, implementation: str) -> None:
+    pages, ids, _, _ = filled(dtype, implementation)
     elsewhere = jnp.array([1, 3, 4], jnp.int32)
     back = scatter_pages(pages, elsewhere, *(x.astype(jnp.float32) for x in gather_pages(pages, ids)))
     np.testing.assert_array_equal(
@@ -48,10 +51,15 @@ def test_swapping_out_and_in_changes_nothing(dtype: str) -> None:
         np.testing.assert_allclose(back.scales[elsewhere], pages.scales[ids], rtol=2e-7)  # one rounding
 
 
-def test_pages_have_the_documented_linear_order() -> None:
-    pages, _, k, v = filled("int8")
+@pytest.mark.parametrize("implementation", STORED)
+def test_pages_have_the_documented_linear_order(implementation: str) -> None:
+    pages, _, k, v = filled("int8", implementation)
     page = np.asarray(pages.data[7]).reshape(4, 2, 2, 8)  # [page_size, num_kv_heads, 2, head_dim]
-    scales = np.asarray(pages.scales[7]).reshape(2, 2, 4)  # [num_kv_heads, 2, page_size]
+    if implementation == "mosaic_tpu":
+        assert not pages.scales[:, :, 8:].any()  # padding
+        scales = np.asarray(pages.scales[7, :, :8]).reshape(2, 4, 2).transpose(2, 0, 1)  # [2, page_size, num_kv_heads]
+    else:
+        scales = np.asarray(pages.scales[7]).reshape(2, 2, 4)  # [num_kv_heads, 2, page_size]
     for head in range(2):
         for which, x in enumerate((k, v)):
             np.testing.assert_allclose(scales[head, which], jnp.abs(x[0, :, head]).max(-1) / 127, rtol=1e-6)
@@ -61,8 +69,9 @@ def test_pages_have_the_documented_linear_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_copy_reads_all_before_it_writes(dtype: str) -> None:
-    pages, _, _, _ = filled(dtype)
+@pytest.mark.parametrize("implementation", STORED)
+def test_copy_reads_all_before_it_writes(dtype: str, implementation: str) -> None:
+    pages, _, _, _ = filled(dtype, implementation)
     # A cycle, a copy to a free page, and padding.
     src, dst = jnp.array([7, 2, 5, 5, 0, 0], jnp.int32), jnp.array([2, 7, 1, 8, 0, 0], jnp.int32)
     copied = copy_pages(pages, src, dst)
@@ -71,27 +80,28 @@ def test_copy_reads_all_before_it_writes(dtype: str) -> None:
         np.testing.assert_array_equal(after[jnp.array([3, 5])], before[jnp.array([3, 5])])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_copy_is_in_place(dtype: str, count: int) -> None:
-    ids = jnp.ones(count, jnp.int32)
-    compiled = jax.jit(copy_pages, donate_argnums=0).lower(make_pages(spec(dtype)), ids, ids + 1).compile()
-    assert pool_copies(compiled, spec(dtype)) == []
+@pytest.mark.parametrize("implementation", STORED)
+def test_pages_outside_the_pool_are_dropped(implementation: str) -> None:
+    pages, _, _, _ = filled("float32", implementation)
+    outside = jnp.array([pages.spec.num_pages, 2, 2**31 - 1], jnp.int32)
+    copied = copy_pages(pages, jnp.array([7, 7, 7], jnp.int32), outside)
+    np.testing.assert_array_equal(copied.data[2], pages.data[7])
+    np.testing.assert_array_equal(copied.data[3:], pages.data[3:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_scatter_is_in_place(dtype: str, count: int) -> None:
-    kv = jnp.ones((count, 4, 2, 8))
-    scatter = partial(jax.jit, donate_argnums=0)(scatter_pages)
-    compiled = scatter.lower(make_pages(spec(dtype)), jnp.ones(count, jnp.int32), kv, kv).compile()
-    assert pool_copies(compiled, spec(dtype)) == []
+@pytest.mark.parametrize("implementation", STORED)
+def test_copy_is_in_place(dtype: str, count: int, implementation: str) -> None:
+    pages, ids = make_pages(spec(dtype, implementation=implementation)), jnp.ones(count, jnp.int32)
+    compiled = jax.jit(copy_pages, donate_argnums=0).lower(pages, ids, ids + 1).compile()
+    assert pool_copies(compiled, pages.spec) == []
 
 
-def test_pages_of_a_missing_back_end_are_refused() -> None:
-    pages = make_pages(spec(implementation="mosaic_tpu"))
-    ids, kv = jnp.array([1], jnp.int32), jnp.ones((1, 4, 2, 8))
-    with pytest.raises(NotImplementedError, match="mosaic_tpu"):
-        gather_pages(pages, ids)
-    with pytest.raises(NotImplementedError, match="mosaic_tpu"):
-        scatter_pages(pages, ids, kv, kv)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("implementation", STORED)
+def test_scatter_is_in_place(dtype: str, count: int, implementation: str) -> None:
+    pages, kv = make_pages(spec(dtype, implementation=implementation)), jnp.ones((count, 4, 2, 8))
+    compiled = jax.jit(scatter_pages, donate_argnums=0).lower(pages, jnp.ones(count, jnp.int32), kv, kv).compile()
+    assert pool_copies(compiled, pages.spec) == []
