@@ -59,7 +59,8 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
 def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata) -> KVPages:
     """Writes each token's K and V to its slot, quantising them where the pages are; in place if donated.
 
-    Padding goes to slot 0, in the null page.
+    Padding goes to slot 0, in the null page. Where `meta.slot_mapping` is not as `PagedMetadata` says, tokens may be
+    lost (`validate_dynamic` finds it).
 
     Raises:
       ValueError: shapes or dtypes do not fit the pages.

@@ -36,9 +36,9 @@ class DecodeTile:
 
     Attributes:
       group: query heads of a KV head.
-      num_heads: query heads that are not padding.
       pages: pages of a block.
       width: lanes of the queries: head_dim, or 128 where K and V share the lanes of a row.
+      dtype: of the factors of matrix products.
       state: rows are the query heads.
     """
 

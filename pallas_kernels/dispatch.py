@@ -79,9 +79,10 @@ def _objection(
     name: str, platform: str, spec: PageSpec | None, q: jax.ShapeDtypeStruct | None = None, *, stored: bool = True
 ) -> str | None:
     """Why `name` cannot run here, or `None` if it can."""
-    if stored and spec is not None and not _reads(name, spec):
+    objection = _OBJECTIONS[name](platform, spec, q) if name in _OBJECTIONS else None
+    if objection is None and stored and spec is not None and not _reads(name, spec):
         return f"the pages are stored for {spec.implementation!r}; make them with PageSpec(implementation={name!r})"
-    return _OBJECTIONS[name](platform, spec, q) if name in _OBJECTIONS else None
+    return objection
 
 
 def _check_name(implementation: str) -> None:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from .compat import TPU
 from .heads_tpu import buffer_shape
 from .pages import PageSpec
+from .tpu_plan import NUM_FIELDS, num_items
 from .tpu_tuning import LANES, MIB, TPUBlocks, choose_tpu_blocks, padded_bytes, padded_heads, tile_kv
 from .xla import AttentionOptions
 
 _LEAST_Q = 16  # query tokens of the smallest tile
+_SMEM_BYTES = 3 * MIB // 4  # of scalar memory, for the list of items; the rest is the compiler's
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class KernelSpec:
     blocks: TPUBlocks
     options: AttentionOptions
     num_heads: int
+    num_rows: int
     num_tokens: int
     chunks: int
     q_dtype: Any
@@ -98,18 +101,31 @@ def vmem_limit(chip: TPU) -> int:
     return chip.vmem_bytes - chip.vmem_bytes // 8
 
 
+def _check_scalars(static: KernelSpec) -> None:
+    """Raises NotImplementedError if the list of items does not fit the scalar memory."""
+    needed = 4 * NUM_FIELDS * (sum(num_items(static.num_rows, static.num_tokens, _LEAST_Q)) + 1)
+    if needed > _SMEM_BYTES:
+        raise NotImplementedError(
+            f"the Mosaic TPU kernel: the items of {static.num_rows} rows and {static.num_tokens} tokens take up to "
+            f"{needed >> 10} KiB of scalar memory, of {_SMEM_BYTES >> 10}: use smaller steps"
+        )
+
+
 def fit(static: KernelSpec, chip: TPU) -> KernelSpec:
     """Makes tiles smaller until the buffers, and the scores that the compiler keeps, fit the vector memory.
 
     Raises:
-      NotImplementedError: the smallest do not fit either.
+      NotImplementedError: the smallest do not fit either, or the scalar memory is too small for the list of items.
     """
+    _check_scalars(static)
     while True:
         spec, blocks = static.spec, static.blocks
         prefill = static.group * blocks.block_q * blocks.block_k
         decode = static.heads * blocks.pages * spec.page_size * spec.num_kv_heads
         # Scores, weights, and both again while the compiler overlaps two heads.
         needed = padded_bytes(buffers(static).values()) + 4 * max(prefill, decode) * 4 + 2 * MIB
+        if static.dtype == jnp.float32:  # products of f32 factors split K and V in pieces
+            needed += 2 * blocks.pages * spec.page_size * spec.num_kv_heads * 2 * spec.head_dim * 4
         if needed <= vmem_limit(chip):
             return static
         # What takes more is made smaller: the ring, with the scores of a block, or what belongs to a tile of queries.
@@ -135,6 +151,7 @@ def memory_objection(spec: PageSpec, num_heads: int, q_dtype: Any, chip: TPU) ->
         blocks=choose_tpu_blocks(spec, chip, num_tokens=4096),
         options=AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None),
         num_heads=num_heads,
+        num_rows=1,
         num_tokens=4096,
         chunks=1,
         q_dtype=jnp.dtype(q_dtype),

@@ -7,7 +7,6 @@ f32 first. Strides and bit casts want buffers of 128 lanes, so wider rows are ke
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -79,4 +78,4 @@ def _every(start: Any, tokens: int, stride: int) -> Any:
 
 def to_column(lanes: Array) -> Array:
     """Turns f32 [1, 128] into [128, 128] whose row i holds lane i everywhere."""
-    return jax.numpy.transpose(jnp.broadcast_to(lanes, (LANES, LANES)))
+    return jnp.transpose(jnp.broadcast_to(lanes, (LANES, LANES)))

@@ -23,7 +23,8 @@ class PagedMetadata:
       kv_lens: KV tokens of each row, those of this step included.
       cu_q_lens: prefix sums of the rows' query tokens; padding repeats the last one.
       positions: position of each token in its sequence; 0 for padding.
-      slot_mapping: slot of each token in the pool, page * page_size + offset; 0 (in the null page) for padding.
+      slot_mapping: slot of each token in the pool, page * page_size + offset; 0 (in the null page) for padding. Tokens
+        of a row stand side by side, in the order of their slots, and rows do not share a page that is written.
       num_decode: leading rows with few query tokens; this version's engine gives them one.
       num_seqs: live rows.
       work: a back end's own schedule, made once a step by `plan_attention`; `None` before.

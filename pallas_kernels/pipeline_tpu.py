@@ -7,7 +7,7 @@ The blocks of all items form one line (tpu_plan). At block g of it
     queries    of an item               travel with its first block
     block g                             is computed
 
-so nothing waits for the memory but the first block of a call, however short the sequences are.
+so nothing waits for the memory but the first block of a walk, however short the sequences are.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .pages import PageSpec
-from .tpu_plan import COUNT, END, FIRST, POSITION, ROW, TABLE_CHUNK
-from .tpu_tuning import TPUBlocks
+from .tpu_plan import COUNT, END, FIRST, POSITION, ROW
+from .tpu_tuning import TABLE_CHUNK, TPUBlocks
 
 Ref = Any
 Scalar = jax.Array

@@ -30,8 +30,8 @@ from .pages import KVPages
 from .pipeline_tpu import IDS_AHEAD, Block, Fetch, Items, copy_tokens, walk
 from .prefill_tpu import PrefillTile
 from .softmax_tpu import Softmax
-from .tpu_plan import COUNT, END, FIRST, NUM_FIELDS, POSITION, TABLE_CHUNK, TOKEN, TPUWork, make_items
-from .tpu_tuning import LANES
+from .tpu_plan import COUNT, END, FIRST, NUM_FIELDS, POSITION, TOKEN, TPUWork, make_items
+from .tpu_tuning import LANES, TABLE_CHUNK
 from .xla import AttentionOptions
 
 
@@ -273,6 +273,7 @@ def _attend(q, kv_pages: KVPages, meta: PagedMetadata, sinks, *, options, with_l
         blocks=work.blocks,
         options=options,
         num_heads=num_heads,
+        num_rows=meta.kv_lens.shape[0],
         num_tokens=num_tokens,
         chunks=work.page_table.shape[0] // meta.kv_lens.shape[0],
         q_dtype=q.dtype,

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
-from .tpu_tuning import TPUBlocks
+from .tpu_tuning import TABLE_CHUNK, TPUBlocks
 from .write_plan_tpu import WriteWork
 
 # Fields of an item, each an array of the list's length.
 ROW, TOKEN, COUNT, POSITION, FIRST, END = range(6)
 NUM_FIELDS = 6
-TABLE_CHUNK = 128  # page ids of a run of the page table that one DMA brings to scalar memory
 _NEVER = 1 << 30  # blocks of an item that is not live: whoever looks ahead stays on it
 
 

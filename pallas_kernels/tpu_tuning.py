@@ -19,7 +19,7 @@ _PAGE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 _BLOCK_BYTES = {4: MIB // 2, 5: 2 * MIB, 6: 4 * MIB, 7: 8 * MIB}
 _MAX_BLOCK_K = 512
 _SHORT_Q = 32  # such a tile computes a block in about the time that the memory takes
-_MAX_TABLE_CHUNK = 128  # page ids that one DMA brings to scalar memory
+TABLE_CHUNK = 128  # page ids of a run of the page table that one DMA brings to scalar memory
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str |
     if spec.head_dim not in _HEAD_DIMS:
         return f"it takes a head_dim of {', '.join(map(str, _HEAD_DIMS))}; these pages have {spec.head_dim}"
     rows = spec.page_size * spec.num_kv_heads
-    tile = sublanes(spec.dtype.itemsize)
+    tile = LANES if spec.quantized else sublanes(spec.dtype.itemsize)  # scales are rows of lanes
     if spec.page_size % 8 or rows % tile:
         return (
             f"it takes a page_size that is a multiple of 8, with page_size * num_kv_heads a multiple of {tile} for "
@@ -90,12 +90,6 @@ def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str |
         )
     if spec.page_size > _MAX_BLOCK_K:
         return f"it takes a page_size up to {_MAX_BLOCK_K}; these pages have {spec.page_size}"
-    if spec.quantized and rows % LANES:
-        return (
-            f"it takes {spec.dtype.name} pages whose page_size * num_kv_heads is a multiple of {LANES}; these have "
-            f"{spec.page_size} * {spec.num_kv_heads}: use a page_size that is a multiple of "
-            f"{LANES // math.gcd(LANES, spec.num_kv_heads)}"
-        )
     if num_heads is not None and num_heads > 8 * LANES:
         return f"it takes up to {8 * LANES} query heads; these are {num_heads}"
     if q_dtype is not None and q_dtype not in ("float32", "bfloat16"):
@@ -104,7 +98,7 @@ def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str |
 
 
 def choose_tpu_blocks(spec: PageSpec, chip: TPU, num_tokens: int) -> TPUBlocks:
-    """Picks the tiles: as large as is of use, within a half of the chip's vector memory.
+    """Picks the tiles, as large as is of use; `fit_tpu.fit` makes smaller what a chip has no room for.
 
     Example:
       >>> from .compat import TPU
@@ -115,7 +109,7 @@ def choose_tpu_blocks(spec: PageSpec, chip: TPU, num_tokens: int) -> TPUBlocks:
     small = chip.vmem_bytes < 64 * MIB
     page_bytes = 2 * spec.head_dim * spec.dtype.itemsize * spec.page_size * spec.num_kv_heads
     pages = _power_of_two(max(1, _BLOCK_BYTES[chip.generation] // page_bytes))
-    pages = min(pages, _MAX_TABLE_CHUNK)
+    pages = min(pages, TABLE_CHUNK)
     block_q = 64 if small else 256 if chip.generation >= 6 else 128
     return TPUBlocks(
         pages=pages,

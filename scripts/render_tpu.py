@@ -119,7 +119,7 @@ def step_table(records: Sequence[Record]) -> str:
                 f"{r['case']}",
                 _chip(r),
                 *(
-                    ["does not fit"] + ["–"] * 6
+                    ["too large" if "hbm" in r["refused"].lower() else "refused"] + ["–"] * 6
                     if "refused" in r
                     else [
                         f"{r['implementation']}, {r['tpu_custom_calls']} calls",

@@ -74,9 +74,9 @@ def main() -> int:
     seconds = round(time.perf_counter() - start, 1)
     if not arguments.json:
         tables.print_tables(rows)
-    failed = [row for row in rows if runs.is_failure(row)]
+    failed = [row for row in rows if runs.failure(row)]
     for row in failed:
-        print(f"{row['part']} {row['case']} on {row['topology']}: {row['refused']}", file=sys.stderr)
+        print(f"{row['part']} {row['case']} on {row['topology']}: {runs.failure(row)}", file=sys.stderr)
     print(json.dumps({**summary(rows, failed), "seconds": seconds}))
     return 1 if failed else 0
 

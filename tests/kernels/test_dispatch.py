@@ -108,7 +108,7 @@ def test_a_tpu_runs_the_kernel_on_pages_that_it_takes() -> None:
     [
         ({"dtype": "float16"}, "pages; these are float16"),
         ({"head_dim": 80}, "head_dim of 64, 128, 256; these pages have 80"),
-        ({"dtype": "int8", "page_size": 64, "num_kv_heads": 3}, r"page_size \* num_kv_heads is a multiple of 128"),
+        ({"dtype": "int8", "page_size": 64, "num_kv_heads": 3}, r"page_size \* num_kv_heads a multiple of 128"),
     ],
 )
 def test_pages_that_the_tpu_kernel_does_not_take_are_refused_by_name(changes: dict, said: str) -> None:

@@ -1,5 +1,7 @@
 """Tiles that fit the vector memory of each TPU."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,6 +26,7 @@ def kernel(spec: PageSpec, num_heads: int, kind: str) -> KernelSpec:
         blocks=choose_tpu_blocks(spec, describe_tpu(kind, CHIPS[kind]), num_tokens=4096),
         options=AttentionOptions(1.0, None, None),
         num_heads=num_heads,
+        num_rows=256,
         num_tokens=4096,
         chunks=1,
         q_dtype=jnp.dtype("bfloat16"),
@@ -72,3 +75,15 @@ def test_too_much_for_a_chip_is_refused_before_the_call() -> None:
         assert (name, objection in reason) == ("xla", True)
         with pytest.raises(NotImplementedError, match="vector memory"):
             resolve_implementation("mosaic_tpu", spec=spec, q=q)
+
+
+def test_more_rows_than_scalar_memory_holds_are_refused() -> None:
+    chip, chosen = describe_tpu("TPU v5 lite"), kernel(pages(64, 8, "bfloat16"), 32, "TPU v5 lite")
+    fit(replace(chosen, num_rows=8192, num_tokens=8192), chip)
+    with pytest.raises(NotImplementedError, match=r"40000 rows and 40000 tokens .* KiB of scalar memory"):
+        fit(replace(chosen, num_rows=40_000, num_tokens=40_000), chip)
+
+
+def test_float32_factors_are_counted_twice() -> None:
+    """v4 with 16 MiB: the compiler had no room for what this refuses."""
+    assert memory_objection(pages(512, 8, "float32", head_dim=64), 32, "bfloat16", describe_tpu("TPU v4")) is not None

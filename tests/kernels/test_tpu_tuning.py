@@ -1,6 +1,7 @@
 """The tiles that are chosen for the TPU kernel, and the shapes that it refuses."""
 
 import itertools
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -56,15 +57,15 @@ def test_blocks_grow_with_the_speed_of_the_memory() -> None:
         (spec(head_dim=80), "head_dim of 64, 128, 256; these pages have 80"),
         (spec(page_size=4), "page_size that is a multiple of 8, .* these pages have 4 and 32"),
         (spec(page_size=24, num_kv_heads=1), "a multiple of 16 for bfloat16; these pages have 24 and 24"),
-        (spec(num_kv_heads=3, dtype="int8", page_size=64), r"these have 64 \* 3: .* a multiple of 128$"),
-        (spec(num_kv_heads=4, dtype="float8_e4m3fn"), r"these have 16 \* 4: .* a multiple of 32$"),
+        (
+            spec(num_kv_heads=3, dtype="int8", page_size=64),
+            "a multiple of 128 for int8; these pages have 64 and 192: .* a multiple of 128$",
+        ),
+        (spec(num_kv_heads=4, dtype="float8_e4m3fn"), "these pages have 16 and 64: .* a multiple of 32$"),
     ],
 )
 def test_pages_are_refused_with_what_would_do(pages: PageSpec, said: str) -> None:
-    objection = shape_objection(pages)
-    assert objection is not None
-    with pytest.raises(ValueError, match=said):
-        raise ValueError(objection)
+    assert re.search(said, shape_objection(pages) or "")
 
 
 @pytest.mark.parametrize(
