@@ -15,6 +15,7 @@ that takes well under a minute. Everything takes an hour or more on two free cor
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -38,7 +39,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--pages", nargs="+", default=["bfloat16", "int8"], help="dtypes of the pages; steps take the first"
     )
-    parser.add_argument("--implementation", help="attention of the steps; the first that can run if left out")
+    parser.add_argument(
+        "--implementation",
+        choices=("mosaic_tpu", "xla"),
+        help="attention of the steps; the first that can run if left out",
+    )
     parser.add_argument("--layers", type=int, help="layers that are compiled of a step's model; all if left out")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
@@ -49,6 +54,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             chip_of(topology)
         except ValueError as error:
             parser.error(str(error))
+    if importlib.util.find_spec("libtpu") is None:
+        parser.error("libtpu, which holds the compiler, is not installed; expected `pip install 'jax[tpu]'`")
     if parsed.layers is not None and parsed.layers < 1:
         parser.error(f"--layers is {parsed.layers}; expected at least 1")
     return parsed
