@@ -14,6 +14,7 @@ from jpaged.errors import ConfigError
 from jpaged.models import PagedModel
 from jpaged.page_allocator import pages_at_most
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
+from jpaged.pallas_kernels.tpu_tuning import shape_objection
 
 GIB = 1 << 30
 MAX_SLOTS = 2**31 - 1
@@ -22,7 +23,6 @@ MAX_DEFAULT_CPU_POOL_BYTES = GIB
 # Of the Mosaic TPU kernel, which fetches a page by one DMA: one of so many bytes hides most of its latency.
 _TPU_PAGE_BYTES = 128 << 10
 _TPU_PAGE_SIZES = (64, 128)
-_TPU_LANES = 128
 
 
 class Device(Protocol):
@@ -87,7 +87,7 @@ def default_page_size(model: PagedModel, *, dtype: str, implementation: str) -> 
     """Token slots a page where `CacheConfig.page_size` is `None`.
 
     16, as small pages waste least; but for the Mosaic TPU kernel 64, if a page of each layer then has at least 128 KiB
-    and its scales, if any, fill whole registers, else 128.
+    and the kernel takes it, else 128.
 
     Example:
       >>> from jpaged.models import Llama, LlamaConfig
@@ -101,7 +101,7 @@ def default_page_size(model: PagedModel, *, dtype: str, implementation: str) -> 
         return DEFAULT_PAGE_SIZE
     small, large = _TPU_PAGE_SIZES
     suits = all(
-        spec.bytes_per_page >= _TPU_PAGE_BYTES and not (spec.quantized and small * spec.num_kv_heads % _TPU_LANES)
+        spec.bytes_per_page >= _TPU_PAGE_BYTES and shape_objection(spec) is None
         for spec in _layers(model, small, dtype=dtype, implementation=implementation)
     )
     return small if suits else large

@@ -75,7 +75,7 @@ class TPU:
 
     Attributes:
       kind: its name.
-      generation: 4 to 7; 4, the least that kernels are made for, where the name is not known.
+      generation: from 2 on; 4, the least that kernels are made for, where the name is not known.
       cores: cores that act as one device.
       vmem_bytes: vector memory of a core.
     """

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
 from .pages import PageSpec
+from .tpu_tuning import sublanes
 
 # Fields of an item, each an array of the list's length. GROUPS groups of rows of page PAGE are written, from row FIRST
 # on; of these rows [LO, HI), counted from FIRST, are new. Row SOURCE of the tile of new rows belongs to row FIRST. The
@@ -73,7 +74,7 @@ def choose_write_blocks(spec: PageSpec, num_tokens: int) -> WriteBlocks:
     heads, page_rows = spec.num_kv_heads, spec.page_size * spec.num_kv_heads
     if not spec.quantized and heads % 8 == 0:
         return WriteBlocks(False, spec.page_size, page_rows, 8, 0, 1, num_tokens, 0, num_tokens * heads, 0, 0)
-    group = 32 // spec.dtype.itemsize  # a tile has 8 rows of 32 bits: so many tiled rows, and vector memory's tiles
+    group = sublanes(spec.dtype.itemsize)  # a tile has 8 rows of 32 bits: so many tiled rows, and vector memory's tiles
     slots = spec.page_size
     if page_rows % group:
         group = page_rows  # the last tile of a page is not whole, so only whole pages can move

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .quantization import quantize
+from .tpu_tuning import LANES
 from .write_plan_tpu import (
     FIRST,
     GROUPS,
@@ -42,7 +43,6 @@ from .write_plan_tpu import (
 
 Ref = Any
 Scalar = jax.Array
-LANES = 128
 
 
 @dataclass(frozen=True)

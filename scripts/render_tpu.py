@@ -26,6 +26,16 @@ def _chip(row: Mapping[str, Any]) -> str:
     return row["topology"].partition(":")[0]
 
 
+def _costs(records: Sequence[Record]) -> list[Mapping[str, Any]]:
+    """Rows of the comparison, our kernel beside jax's."""
+    return sorted(_rows(records, "cost"), key=lambda r: (r["load"], r["shape"], _chip(r), r["kernel"]))
+
+
+def _case(r: Mapping[str, Any]) -> list[str]:
+    kernel = "jax" if r["kernel"].startswith("jax") else r["kernel"]
+    return [f"{r['shape']}, {r['load']}", _chip(r), kernel, r["pages"]]
+
+
 def cost_table(records: Sequence[Record]) -> str:
     """Our attention kernel beside jax's, by the static model."""
     columns = ["Shape, load", "Chip", "Kernel", "Pages", "Issue cycles", "Cycles a KiB of KV"]
@@ -34,13 +44,10 @@ def cost_table(records: Sequence[Record]) -> str:
         columns,
         (
             [
-                f"{r['shape']}, {r['load']}",
-                _chip(r),
-                "jax" if r["kernel"].startswith("jax") else r["kernel"],
-                r["pages"],
+                *_case(r),
                 *(["refused"] + ["–"] * 6 if "refused" in r else _cost(r)),
             ]
-            for r in sorted(_rows(records, "cost"), key=lambda r: (r["load"], r["shape"], _chip(r), r["kernel"]))
+            for r in _costs(records)
         ),
         num_text=4,
     )
@@ -65,16 +72,13 @@ def loop_table(records: Sequence[Record]) -> str:
         columns,
         (
             [
-                f"{r['shape']}, {r['load']}",
-                _chip(r),
-                "jax" if r["kernel"].startswith("jax") else r["kernel"],
-                r["pages"],
+                *_case(r),
                 f"{r['loop_iterations']:,}",
                 f"{r['loop_cycles']:,.0f}",
                 f"{r['loop_kv_bytes'] / 1024:,.0f}",
                 f"{r['loop_spills']:,.0f}",
             ]
-            for r in sorted(_rows(records, "cost"), key=lambda r: (r["load"], r["shape"], _chip(r), r["kernel"]))
+            for r in _costs(records)
             if "refused" not in r
         ),
         num_text=4,
