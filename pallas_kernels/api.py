@@ -159,7 +159,7 @@ def paged_attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
     if name == "mosaic_gpu":
-        from .decode_gpu import paged_attention_gpu as attend  # needs jax 0.11
+        from .attention_gpu import paged_attention_gpu as attend  # needs jax 0.11
     elif name == "mosaic_tpu":
         from .ragged_tpu import paged_attention_tpu as attend
     else:

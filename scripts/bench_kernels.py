@@ -105,7 +105,8 @@ def median_us(step, queries, arguments, calls: int, replays: int, batches: int =
 
 
 def time_cell(kv_pages: KVPages, heads: int, rows: int, length: int, implementation: str, calls: int, replays: int):
-    from jpaged.pallas_kernels.decode_gpu import attend, choose_tile, make_records
+    from jpaged.pallas_kernels.attention_gpu import choose_tile, make_records
+    from jpaged.pallas_kernels.decode_gpu import attend
 
     spec = kv_pages.spec
     tables = make_tables(spec, rows, length, calls)
@@ -220,7 +221,7 @@ def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells
 
 def bench_plan(rows: int, length: int) -> float:
     """Microseconds of the plan of a step, made once for all layers: chained, each on lengths from the last."""
-    from jpaged.pallas_kernels.decode_gpu import make_records
+    from jpaged.pallas_kernels.attention_gpu import make_records
 
     spec, calls = PageSpec(64, 16, 8, 128, jnp.dtype("bfloat16"), "mosaic_gpu"), 16
 
