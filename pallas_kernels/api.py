@@ -52,7 +52,7 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     work = plan_xla(meta, spec.page_size, current_platform())
     gpu = current_gpu()
     if gpu is not None and "mosaic_gpu" in supported_implementations(spec=spec):
-        work = plan_gpu(meta, work, choose_gpu_blocks(spec.head_dim, gpu.multiprocessors))
+        work = plan_gpu(meta, work, spec.num_pages, choose_gpu_blocks(spec.head_dim, gpu.multiprocessors))
     return dataclasses.replace(meta, work=work)
 
 

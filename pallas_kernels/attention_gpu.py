@@ -53,7 +53,7 @@ def paged_attention_gpu(
             q,
             kv_pages.data,
             make_records(q.shape, spec, meta, options.sliding_window),
-            meta.page_table,
+            work.page_table,
             work.counters,
             sinks,
             tokens=tokens,

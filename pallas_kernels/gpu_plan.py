@@ -42,22 +42,27 @@ class GPUWork:
 
     Attributes:
       q_lens: query tokens of each row, 0 for padding.
+      page_table: the metadata's, with no id outside of the pool.
       counters: zeros, one a worker; a call counts finished pieces in them and leaves them zero.
       xla: the schedule of the XLA implementation, for layers that ask for it; what no layer uses, XLA drops.
       blocks: static.
     """
 
     q_lens: Int32[Array, " S"]
+    page_table: Int32[Array, "S P"]
     counters: Int32[Array, " W"]
     xla: XLAWork
     blocks: GPUBlocks = field(metadata={"static": True})
 
 
-def plan_gpu(meta: PagedMetadata, xla: XLAWork, blocks: GPUBlocks) -> GPUWork:
+def plan_gpu(meta: PagedMetadata, xla: XLAWork, num_pages: int, blocks: GPUBlocks) -> GPUWork:
     """The part of the plan that all layers share."""
     live = jnp.arange(meta.kv_lens.shape[0], dtype=jnp.int32) < meta.num_seqs
     return GPUWork(
         q_lens=jnp.where(live, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0),
+        # A table that is computed has a buffer of its own. A slice of the step's packed metadata would be handed to the
+        # kernel where it lies, and Mosaic GPU refuses what is not aligned to 256 bytes.
+        page_table=jnp.clip(meta.page_table, 0, num_pages - 1),
         counters=jnp.zeros(blocks.num_workers, jnp.int32),
         xla=xla,
         blocks=blocks,
