@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jpaged import errors
+    from jpaged.async_engine import AsyncEngine
     from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
     from jpaged.engine import Engine
     from jpaged.llm import LLM, Score
     from jpaged.request import Completion, Output, SamplingParams, TokenLogprobs
     from jpaged.stats import EngineStats
+    from jpaged.structured import StructuredOutput
     from jpaged.tokenizer import Tokenizer
 
 __version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CacheConfig",
     "Completion",
     "Engine",
@@ -33,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "Score",
+    "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "__version__",
@@ -41,6 +45,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "jpaged.llm",
+    "AsyncEngine": "jpaged.async_engine",
     "CacheConfig": "jpaged.config",
     "Completion": "jpaged.request",
     "Engine": "jpaged.engine",
@@ -50,6 +55,7 @@ _HOME = {
     "SamplingParams": "jpaged.request",
     "SchedulerConfig": "jpaged.config",
     "Score": "jpaged.llm",
+    "StructuredOutput": "jpaged.structured",
     "TokenLogprobs": "jpaged.request",
     "Tokenizer": "jpaged.tokenizer",
 }

@@ -1,7 +1,8 @@
 """Renders chat messages into a prompt by the model's own template (Jinja, sandboxed)."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -16,9 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jpaged.errors import ChatTemplateError, RequestError
 
 # A template comes with a checkpoint, as the weights do. The sandbox keeps it from running code; these limits keep it
-# from running away by accident. They cover output, ranges and operators, not every filter that makes a long text.
+# from running away by accident, or by a conversation made for it. They cover output, ranges, operators, turns of loops
+# and the time, not every filter that makes a long text.
 MAX_RENDERED_CHARACTERS: Final = 16 * 2**20
 MAX_RANGE_ITEMS: Final = 100_000
+MAX_LOOP_TURNS: Final = 5_000_000
+MAX_RENDER_S: Final = 10.0
+_TURNS_A_LOOK: Final = 256  # at the clock
 
 # Ends the message that is to be continued. The vertical tab shows whether the template trims white space at the end.
 _END: Final = "\N{NULL}end of the final message\N{NULL}"
@@ -96,8 +101,9 @@ class ChatTemplate:
     def _render(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         length = 0
+        bounds = _Bounds()
         try:
-            for piece in self._template.generate(variables, range=_BoundedRange()):
+            for piece in self._template.generate(variables, range=bounds.ranged, **{_BOUNDS: bounds}):
                 length += len(piece)
                 if length > MAX_RENDERED_CHARACTERS:
                     raise SecurityError(f"its text is longer than {MAX_RENDERED_CHARACTERS} characters")
@@ -211,22 +217,44 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _BoundedRange:
-    """`range`, with a limit on the items of all ranges that one rendering makes: nested loops count in full."""
+# What the template's loops find the bounds of their rendering by. A template that gives the name to something else
+# fails.
+_BOUNDS: Final = "_bounds"
+
+
+class _Bounds:
+    """What one rendering may still do; all its ranges and loops count together, nested ones in full."""
 
     def __init__(self) -> None:
-        self._left = MAX_RANGE_ITEMS
+        self._items_left, self._turns_left = MAX_RANGE_ITEMS, MAX_LOOP_TURNS
+        self._deadline_s = time.monotonic() + MAX_RENDER_S
 
-    def __call__(self, *bounds: int) -> range:
+    def ranged(self, *bounds: int) -> range:
+        """`range`, with a limit on the items."""
         items = range(*bounds)
-        self._left -= len(items)
-        if self._left < 0:
+        self._items_left -= len(items)
+        if self._items_left < 0:
             raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS} items")
         return items
 
+    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop, with a limit on their number and on the time."""
+        for item in items:
+            self._turns_left -= 1
+            if self._turns_left < 0:
+                raise SecurityError(f"its loops take more than {MAX_LOOP_TURNS} turns")
+            if self._turns_left % _TURNS_A_LOOK == 0 and time.monotonic() > self._deadline_s:
+                raise SecurityError(f"it takes longer than {MAX_RENDER_S:g} s")
+            yield item
+
 
 class _Generator(CodeGenerator):
-    """Compiles `~` to a call of the environment, as the sandbox does for the other operators."""
+    """Compiles `~` to a call of the environment, as the sandbox does for the other operators, and counts loops."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        counted = nodes.EnvironmentAttribute("counted")
+        node.iter = nodes.Call(counted, [nodes.ContextReference(), node.iter], [], None, None)
+        super().visit_For(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenate((")
@@ -252,6 +280,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             size = max(_size(left), _size(right)) * times
         self._check_size(operator, size)
         return super().call_binop(context, operator, left, right)
+
+    def counted(self, context: Context, items: Iterable[Any]) -> Iterator[Any]:
+        return context[_BOUNDS].counted(items)
 
     def concatenate(self, parts: tuple[Any, ...]) -> str:
         texts = [str(part) for part in parts]

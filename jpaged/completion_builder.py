@@ -2,6 +2,7 @@
 
 import math
 
+from jpaged.delta import Delta
 from jpaged.errors import RequestError
 from jpaged.incremental_decoder import IncrementalDecoder
 from jpaged.request import Completion, TokenLogprobs
@@ -25,7 +26,9 @@ class CompletionBuilder:
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None):
         self._seq = seq
         params = seq.request.params
+        self._num_prompt_tokens = seq.num_prompt_tokens
         self._stops: tuple[str, ...] = tuple(params.stop)
+        self._keeps_stops, self._min_tokens = params.include_stop_str_in_output, params.min_tokens
         self._longest_stop = max((len(stop) for stop in self._stops), default=0)
         self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
         self._text = ""
@@ -33,6 +36,7 @@ class CompletionBuilder:
         self._num_tokens = 0
         self._logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self._cumulative_logprob: float | None = 0.0
+        self._num_tokens_given, self._text_given, self._end_given = 0, 0, False  # in deltas
 
     def add_token(self, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> str | None:
         """Takes the next output token.
@@ -52,7 +56,7 @@ class CompletionBuilder:
             self._cumulative_logprob += logprobs.logprob
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
-        if self._decoder is None or (ends and not self._seq.request.params.include_stop_str_in_output):
+        if self._decoder is None or (ends and not self._keeps_stops):
             return None
         try:
             piece = self._decoder.add(token_id)
@@ -77,13 +81,16 @@ class CompletionBuilder:
     def _append(self, piece: str) -> str | None:
         before = len(self._text)
         self._text += piece
-        if self._stops and self._num_tokens > self._seq.request.params.min_tokens:
+        if not self._stops:
+            self._visible_end = before + len(piece)
+            return None
+        if self._num_tokens > self._min_tokens:
             # A new occurrence must end in the new piece.
             start = max(before - self._longest_stop + 1, 0)
             found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
             if found:
                 at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-                keep = at + len(stop) if self._seq.request.params.include_stop_str_in_output else at
+                keep = at + len(stop) if self._keeps_stops else at
                 self._text = self._text[:keep]
                 self._visible_end = keep
                 return stop
@@ -114,3 +121,19 @@ class CompletionBuilder:
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             cumulative_logprob=self._cumulative_logprob if self._num_tokens else None,
         )
+
+    def delta(self, index: int) -> Delta | None:
+        """What became known since the last call; `None` if nothing did.
+
+        Args:
+          index: its place among the answers to the request.
+        """
+        seq, given, reason = self._seq, self._num_tokens_given, self._seq.finish_reason
+        token_ids = tuple(seq.tokens[self._num_prompt_tokens + given :])
+        if not token_ids and (reason is None or self._end_given):
+            return None
+        text = self._text[self._text_given : self._visible_end]
+        logprobs = None if self._logprobs is None else tuple(self._logprobs[given:])
+        self._num_tokens_given = given + len(token_ids)
+        self._text_given, self._end_given = self._visible_end, reason is not None
+        return Delta(index, text, token_ids, logprobs, reason, seq.stop_reason)

@@ -11,26 +11,26 @@ import numpy as np
 from flax import nnx
 
 from jpaged.batch import BatchPacker
-from jpaged.collector import Collector
+from jpaged.collector import Collector, Streaming
 from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import EngineConfig, StepShape
+from jpaged.constraints import Constraints
+from jpaged.delta import StreamNews
+from jpaged.engine_client import PoolPicture
+from jpaged.engine_view import describe, picture, pool_use, read_stats
 from jpaged.entry_loader import EntryLoader
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
-from jpaged.kv_cache import PoolPlan, allocate_pool, choose_implementation, model_weights, plan_pool
+from jpaged.kv_cache import allocate_pool, fit_engine
 from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
 from jpaged.page_mover import PageMover
+from jpaged.pallas_kernels import KVPages, make_pages
 from jpaged.request import Output, SamplingParams
-from jpaged.sampler_state import (
-    MAX_BANNED_IDS,
-    entry_for,
-    load_entry,
-    make_sampler_state,
-    sampler_state_bytes,
-)
+from jpaged.sampler_state import MAX_BANNED_IDS, make_sampler_state
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
+from jpaged.state_loader import StateLoader
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.step import DispatchedStep, StepRunner
 from jpaged.step_plan import StepPlan
@@ -48,6 +48,10 @@ class Engine:
       tokenizer: for text prompts, text output and stop strings; `None`: token ids only.
       eos_token_ids: ids that end an output; `None`: the tokenizer's and the model's.
       on_compile: told each step shape just before it is compiled.
+
+    Attributes:
+      info: what does not change.
+      metrics: histograms of how requests were served.
 
     Raises:
       ConfigError: the settings contradict each other, no page fits, or `model` is no `PagedModel`.
@@ -81,41 +85,14 @@ class Engine:
         if config.compilation_cache:
             enable_compilation_cache()
         self.tokenizer = tokenizer
-        weights = model_weights(model)
+        fit = fit_engine(model, config)
         self.vocab_size = model.vocab_size
-        device = next(iter(weights[0].devices()))
-        dtype = config.cache.dtype or str(np.dtype(weights[0].dtype))
-        choice = choose_implementation(model, config, dtype=dtype, activations=weights[0].dtype)
-        self.implementation, self.implementation_reason = choice
-        self.pool_plan: PoolPlan = plan_pool(
-            model,
-            config.cache,
-            config.scheduler,
-            dtype=dtype,
-            implementation=self.implementation,
-            device=device,
-            reserved_bytes=sampler_state_bytes(config.scheduler.max_num_seqs, self.vocab_size),
-        )
+        self.device, self.dtype, self.pool_plan = fit.device, fit.dtype, fit.pool_plan
+        self.implementation, self.implementation_reason = fit.implementation, fit.reason
         if eos_token_ids is None:
             eos_token_ids = {*getattr(model, "eos_token_ids", ()), *(tokenizer.eos_token_ids if tokenizer else ())}
         self.eos_token_ids = tuple(sorted(eos_token_ids))
-
-        max_num_seqs, num_host_pages = config.scheduler.max_num_seqs, config.cache.host_pages
-        self._memory = MemoryManager.for_pool(
-            self.pool_plan.num_pages,
-            self.pool_plan.page_size,
-            prefix_cache=config.cache.prefix_cache,
-            num_host_pages=num_host_pages,
-            sliding_window=getattr(model, "sliding_window", None),
-        )
-        self._scheduler = Scheduler(
-            config.scheduler,
-            self._memory,
-            max_model_len=self.pool_plan.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-        )
         self.step_shapes = config.step_shapes(self.pool_plan.max_model_len, self.pool_plan.page_size)
-        self._packer = BatchPacker(self.step_shapes, page_size=self.pool_plan.page_size, max_num_seqs=max_num_seqs)
         self._runner = StepRunner(
             model,
             max_logprobs=config.max_logprobs,
@@ -123,10 +100,6 @@ class Engine:
             recompile=config.recompile,
             on_compile=on_compile,
         )
-        with jax.default_device(device):  # where the weights are
-            self._kv_pages = allocate_pool(model, self.pool_plan, dtype=dtype, implementation=self.implementation)
-            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
-
         self._intake = Intake(
             vocab_size=self.vocab_size,
             max_logprobs=config.max_logprobs,
@@ -136,15 +109,52 @@ class Engine:
             seed=config.seed,
             priorities=config.scheduler.policy == "priority",
         )
-        self._mover = PageMover(self._kv_pages, num_host_pages=num_host_pages)
-        self._collector = Collector(self._scheduler, tokenizer)
-        self._entries = EntryLoader(self.eos_token_ids, self.vocab_size)
-        self._in_flight: deque[DispatchedStep] = deque()
-        self._counter = StatsCounter(peak=PoolUse(page_size=self.pool_plan.page_size))
-        self._failure: BaseException | None = None
+        self._sliding_window = getattr(model, "sliding_window", None)
+        with jax.default_device(self.device):
+            kv_pages = allocate_pool(model, self.pool_plan, dtype=self.dtype, implementation=self.implementation)
+        self._page_specs = [pages.spec for pages in kv_pages]
+        self._begin(kv_pages)
+        self.info = describe(self)
         logger.info("attention by %s (%s); pool: %s", self.implementation, self.implementation_reason, self.pool_plan)
         if config.warmup == "eager":
             self.warm_up()
+
+    def _begin(self, kv_pages: list[KVPages]) -> None:
+        """Makes all that knows of requests, around an empty pool."""
+        config, plan, max_num_seqs = self.config, self.pool_plan, self.config.scheduler.max_num_seqs
+        self._memory = MemoryManager.for_pool(
+            plan.num_pages,
+            plan.page_size,
+            prefix_cache=config.cache.prefix_cache,
+            num_host_pages=config.cache.host_pages,
+            sliding_window=self._sliding_window,
+        )
+        self._scheduler = Scheduler(
+            config.scheduler, self._memory, max_model_len=plan.max_model_len, eos_token_ids=self.eos_token_ids
+        )
+        self._packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
+        self._kv_pages = kv_pages
+        with jax.default_device(self.device):
+            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
+        self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
+        self._collector = Collector(self._scheduler, self.tokenizer)
+        self.metrics = self._collector.metrics
+        self._constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        self._loader = StateLoader(EntryLoader(self.eos_token_ids, self.vocab_size), self._constraints)
+        self._in_flight: deque[DispatchedStep] = deque()
+        self._counter = StatsCounter(peak=PoolUse(page_size=plan.page_size))
+        self._failure: BaseException | None = None
+
+    def restart(self) -> None:
+        """Begins anew after a failed step: an empty pool, no requests, counters at 0. Weights and programs stay.
+
+        Requests that live end without an `Output`. What it raises, the device does: then only a new process helps.
+        """
+        self._failure = RuntimeError("a restart of the engine failed")  # and no traceback that holds the old pool
+        for name in ("_kv_pages", "_state", "_in_flight", "_mover"):  # there is no room for two pools
+            self.__dict__.pop(name, None)
+        with jax.default_device(self.device):
+            self._begin([make_pages(spec) for spec in self._page_specs])
 
     def add(
         self,
@@ -152,9 +162,10 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        stream: bool = False,
+        stream: Streaming = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_s: float | None = None,
     ) -> str:
         """Takes a request; it runs with the steps that follow.
 
@@ -162,9 +173,11 @@ class Engine:
           prompt: text (needs a tokenizer) or token ids.
           params: how to sample; `SamplingParams()` if left out.
           request_id: unique among live requests; made up if left out.
-          stream: `step` gives an `Output` each time the request advances, not only at its end.
+          stream: `step` gives an `Output` each time the request advances, not only at its end; "deltas": `take_news`
+            gives what each step added to it instead.
           priority: lower is served first, if the scheduler's policy is "priority"; must be 0 else.
           cache_salt: KV is shared with requests of the same salt only.
+          arrival_s: when it came, by `time.monotonic()`; now, if left out.
 
         Returns:
           The request's id.
@@ -172,7 +185,8 @@ class Engine:
         Raises:
           RequestError: the request is refused, and why; nothing else changes.
         """
-        return self._add(prompt, params, request_id, stream=stream, priority=priority, cache_salt=cache_salt)
+        options = {"priority": priority, "cache_salt": cache_salt, "arrival_s": arrival_s}
+        return self._add(prompt, params, request_id, stream=stream, **options)
 
     def pin_prefix(self, prompt: str | AbstractSequence[int], *, cache_salt: str | None = None) -> str:
         """Computes the KV of a prompt with the steps that follow, and keeps it until `unpin_prefix`.
@@ -200,15 +214,20 @@ class Engine:
         """Forgets all cached prefixes and drops all pins; what runs keeps its pages, which nobody else will find."""
         self._scheduler.reset_prefix_cache()
 
-    def _add(self, prompt, params, request_id, *, stream: bool = False, **options) -> str:
+    def _add(self, prompt, params, request_id, *, stream: Streaming = False, **options) -> str:
         self._check_alive()
         request = self._intake.request(prompt, params, request_id, self._collector, stream=stream, **options)
         group = SequenceGroup(request)
         with deferred_interrupts():
             self._scheduler.add(group)
             self._collector.open(group, prompt if isinstance(prompt, str) else None, stream=stream)
+            self._constraints.open(group)
             self._counter.num_requests += 1
         return request.request_id
+
+    def take_news(self) -> StreamNews:
+        """What steps brought to the requests added with stream="deltas", since the last call."""
+        return self._collector.take_news()
 
     def abort(self, request_id: str) -> Output | None:
         """Ends a request and frees its pages at once.
@@ -238,9 +257,14 @@ class Engine:
         self._check_alive()
         outputs: list[Output] = []
         try:
+            if self._constraints.is_working:
+                with deferred_interrupts():
+                    outputs += [self._collector.refuse(group, why) for group, why in self._constraints.poll()]
             plan = self._plan()
             if plan is not None:
                 self._dispatch(plan)
+            elif not self._in_flight:  # nothing to do before a grammar is compiled, or a mask is made
+                self._constraints.wait()
             ahead = 1 if self.config.run_ahead and plan is not None and plan.seqs else 0
             while len(self._in_flight) > ahead:
                 outputs += self._collect()
@@ -266,11 +290,12 @@ class Engine:
                 self._kv_pages = self._mover.move(self._kv_pages, plan.transfers)
         moved_at = time.perf_counter()
         self._counter.move_s += moved_at - start
-        for index, entry in self._entries.due(plan):
+        if loads := self._loader.due(plan):
             with deferred_interrupts():
-                self._state = load_entry(self._state, index, entry)
+                self._state = self._loader.load(self._state, loads)
         if not plan.seqs:
             return
+        self._collector.begin(plan)
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
         compile_s = 0.0
@@ -284,7 +309,7 @@ class Engine:
         counter.pack_s += packed_at - moved_at
         counter.dispatch_s += time.perf_counter() - packed_at - compile_s
         counter.count_step(
-            self._pool_use(),
+            pool_use(self._memory, self._scheduler),
             num_rows=plan.num_seqs,
             num_tokens=plan.num_tokens,
             num_padded=shape.num_tokens - plan.num_tokens,
@@ -295,7 +320,7 @@ class Engine:
         try:
             self._collector.drop_all()
             self._in_flight.clear()
-            self._entries.clear()
+            self._loader.clear()
             self._scheduler.abandon_plan()
             self._scheduler.check_invariants()
             whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves((self._kv_pages, self._state)))
@@ -312,6 +337,7 @@ class Engine:
         self._in_flight.popleft()
         with deferred_interrupts():
             outputs = self._collector.collect(done, token_ids)
+            self._constraints.advance(done.plan)
         if self.config.check_invariants:
             self._scheduler.check_invariants()
         self._counter.wait_s += waited - start
@@ -341,10 +367,7 @@ class Engine:
                 total += compilation.seconds
                 if on_compiled:
                     on_compiled(shape, compilation.seconds)
-        # Requests with penalties, bias or min_tokens need one more small program, which is not a step. Entry 0 must be
-        # nobody's while it is emptied; if it is not, somebody has most likely compiled the program already.
-        if not self.has_work:
-            self._state = load_entry(self._state, 0, entry_for(SamplingParams(), (), self.vocab_size))
+        self._state = self._loader.warm_up(self._state, idle=not self.has_work, masks=self.tokenizer is not None)
         self._kv_pages = self._mover.warm_up(self._kv_pages)
         self._runner.mark_warm()
         return total
@@ -362,36 +385,13 @@ class Engine:
         """The step of one shape, lowered: for inspection of the program and its memory."""
         return self._runner.lower(self._kv_pages, self._state, shape)
 
-    def _pool_use(self) -> PoolUse:
-        return PoolUse(
-            pages_used=self._memory.allocator.num_used,
-            tokens_held=self._scheduler.num_tokens_held,
-            running=len(self._scheduler.running_seqs),
-            page_size=self.pool_plan.page_size,
-        )
-
     def stats(self) -> EngineStats:
         """Counters and the page pool at this moment."""
-        memory, cache, scheduler = self._memory, self._memory.prefix_cache, self._scheduler
-        return self._counter.snapshot(
-            now=self._pool_use(),
-            num_pages=self.pool_plan.num_pages,
-            pages_free=memory.allocator.num_free,
-            pages_cached=memory.allocator.num_cached,
-            pages_pinned=memory.num_pinned_pages,
-            num_running=len(scheduler.running_seqs),
-            num_waiting=len(scheduler.waiting),
-            num_finished=self._collector.num_finished,
-            num_generated_tokens=self._collector.num_generated_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_swaps=scheduler.num_swaps,
-            num_copied_pages=memory.num_copied_pages,
-            num_evicted_pages=cache.num_evictions if cache else 0,
-            num_queried_tokens=memory.num_queried_tokens,
-            num_cached_tokens=memory.num_hit_tokens,
-            num_compilations=len(self._runner.compilations),
-            compile_s=sum(c.seconds for c in self._runner.compilations),
-        )
+        return read_stats(self._counter, self._memory, self._scheduler, self._collector, self._runner)
+
+    def picture(self) -> PoolPicture:
+        """The pool page by page, and who holds it: for people."""
+        return picture(self._memory, self._scheduler)
 
     def page_map(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """The pages of each sequence of each running request, by request id: what the page table says, for people."""

@@ -9,7 +9,8 @@
     ├── FetchError (OSError)           a model could not be downloaded or found
     ├── OutOfPagesError (RuntimeError) the pool has fewer free pages than were asked for
     ├── PageStateError (RuntimeError)  a page was freed twice or is not the allocator's: a bug of the caller
-    └── RecompileError (RuntimeError)  a step of an unannounced shape, with recompiles set to "error"
+    ├── RecompileError (RuntimeError)  a step of an unannounced shape, with recompiles set to "error"
+    └── EngineFailedError (RuntimeError) the engine that a request was sent to failed, restarts or is closed
 
 Messages say what was got, what was expected and what to do. `pallas_kernels` stands below this module and raises
 plain `ValueError` (wrong arguments) and `NotImplementedError` (unsupported, with the reason).
@@ -54,3 +55,7 @@ class PageStateError(JpagedError, RuntimeError):
 
 class RecompileError(JpagedError, RuntimeError):
     """A step of an unannounced shape arrived while recompiles were forbidden."""
+
+
+class EngineFailedError(JpagedError, RuntimeError):
+    """The engine failed, restarts, is dead or was closed: it does not serve, or did not finish, a request."""

@@ -76,9 +76,12 @@ class GroupQueues:
             # A pending token is not known to the host yet, and the device's copy of it was given up. Who lacks no token
             # waits for the results of its last step, which may end it.
             lacks = any(seq.num_tokens > seq.num_computed_tokens for seq in group.live)
-            return group if lacks and not group.num_pending and self._fits(group, due) else None
-        for tried, group in enumerate(self.waiting):
-            first = self.waiting[0]
+            ready = lacks and not group.num_pending and not group.awaits_mask
+            return group if ready and self._fits(group, due) else None
+        first = None
+        # A group whose grammar is still being compiled takes nobody's turn.
+        for tried, group in enumerate(group for group in self.waiting if not group.awaits_mask):
+            first = first or group
             if tried and (tried > _MAX_TRIED or first.num_passed >= self._config.max_passes):
                 return None
             if self._fits(group, due):

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, RequestError
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -94,6 +94,31 @@ class DecodePlan:
             )
         return cls("pieces", tuple(replacements), byte_fallback, strip)
 
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes that a token stands for, wherever it stands; `strip` is left out of account.
+
+        Raises:
+          RequestError: what a token stands for depends on where it stands ("words").
+
+        Example:
+          >>> DecodePlan("byte_level").token_bytes("Ã©").decode()
+          'é'
+          >>> DecodePlan("pieces", (("▁", " "),), byte_fallback=True).token_bytes("<0x0A>")
+          b'\\n'
+        """
+        if self.kind == "words":
+            raise RequestError("the tokens of this vocabulary are words joined by spaces: they have no bytes")
+        if self.kind == "byte_level":
+            try:
+                return bytes([_BYTE_OF[character] for character in token])
+            except KeyError:  # an added token, spelled in plain text
+                return token.encode()
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return token.encode()
+
 
 class _Decodable(Protocol):
     """What `IncrementalDecoder` needs of a tokenizer."""
@@ -155,14 +180,11 @@ class IncrementalDecoder:
 
 class _Bytes:
     def __init__(self, plan: DecodePlan) -> None:
+        self._plan = plan
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: str) -> str:
-        try:
-            data = bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, spelled in plain text
-            data = token.encode()
-        return self._utf8.decode(data)
+        return self._utf8.decode(self._plan.token_bytes(token))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

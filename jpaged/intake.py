@@ -3,10 +3,14 @@
 import itertools
 import numbers
 import random
+import time
+from array import array
 from collections.abc import Container, Iterable, Mapping, Set
 from collections.abc import Sequence as AbstractSequence
+from typing import Literal
 
 from jpaged.errors import RequestError
+from jpaged.grammar import require_llguidance
 from jpaged.request import Request, SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -51,9 +55,10 @@ class Intake:
         request_id: str | None,
         live_ids: Container[str],
         *,
-        stream: bool = False,
+        stream: bool | Literal["deltas"] = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_s: float | None = None,
         pin: bool = False,
     ) -> Request:
         """The request, checked.
@@ -65,6 +70,7 @@ class Intake:
           live_ids: ids of the requests that the engine holds.
           stream: whether the answers are given as they grow.
           priority, cache_salt, pin: see `Request`.
+          arrival_s: its `arrival_time_s`; `None`: now.
 
         Raises:
           RequestError: the prompt or a parameter is refused; the message names it.
@@ -73,8 +79,8 @@ class Intake:
         self._check_params(params)
         if stream and (params.use_beam_search or params.num_sequences > params.n):
             raise RequestError("beam search and best_of cannot stream: which answers are given is known at their end")
-        if not isinstance(stream, bool):
-            raise RequestError(f"stream is {stream!r:.40}, expected True or False")
+        if not isinstance(stream, bool) and stream != "deltas":
+            raise RequestError(f'stream is {stream!r:.40}, expected True, False or "deltas"')
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise RequestError(f"priority is {priority!r:.40}, expected an integer")
         if not -(2**31) <= priority < 2**31:
@@ -97,6 +103,7 @@ class Intake:
             priority=int(priority),
             cache_salt=cache_salt,
             pin=pin,
+            arrival_time_s=time.monotonic() if arrival_s is None else arrival_s,
         )
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -110,6 +117,8 @@ class Intake:
         return token_ids
 
     def _token_ids(self, prompt: AbstractSequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, array) and prompt.typecode == "q":  # from a client: integers, and perhaps very many
+            return self._checked(tuple(prompt))
         # What has integers in it, and no order or another meaning.
         refused = isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set)
         try:
@@ -118,10 +127,14 @@ class Intake:
         except (TypeError, AttributeError):
             whole, token_ids = False, ()
         if refused or not whole:
-            raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r:.80}")
+            raise RequestError(f"a prompt must be text or a list of token ids, got {_kind(prompt)}")
+        return self._checked(token_ids)
+
+    def _checked(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         if not token_ids:
             raise RequestError("the prompt is empty; expected at least one token id")
-        self._check_in_vocabulary("the prompt", token_ids)
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            self._check_in_vocabulary("the prompt", token_ids)
         return token_ids
 
     def _check_in_vocabulary(self, what: str, token_ids: Iterable[int]) -> None:
@@ -140,7 +153,11 @@ class Intake:
             self._check_beam_search(params)
         self._check_in_vocabulary("logit_bias", params.logit_bias)
         self._check_in_vocabulary("stop_token_ids", params.stop_token_ids)
-        banned = self._eos_token_ids | set(params.stop_token_ids) if params.min_tokens else ()
+        self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.structured is not None:
+            self._check_structured()
+        bans = params.min_tokens and params.structured is None
+        banned = self._eos_token_ids | set(params.stop_token_ids) if bans else ()
         if len(banned) > self._max_banned_ids:
             raise RequestError(
                 f"min_tokens bans {len(banned)} end-of-sequence and stop token ids until then, expected at most "
@@ -148,6 +165,17 @@ class Intake:
             )
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids")
+
+    def _check_structured(self) -> None:
+        require_llguidance()
+        if self._tokenizer is None:
+            raise RequestError("structured outputs need a tokenizer, this engine has none: its tokens have no text")
+        if self._tokenizer.decode_plan.kind == "words":
+            raise RequestError("structured outputs need tokens that are text; those of this vocabulary are whole words")
+        if not self._eos_token_ids:
+            raise RequestError(
+                "structured outputs end with an end-of-sequence id, this engine has none; give it some (eos_token_ids)"
+            )
 
     def _check_beam_search(self, params: SamplingParams) -> None:
         stops = set(params.stop_token_ids) if params.ignore_eos else self._eos_token_ids | set(params.stop_token_ids)
@@ -158,3 +186,11 @@ class Intake:
                 f"a beam search of width {params.num_sequences} with {len(stops)} stop token ids looks at the {needed} "
                 f"likeliest tokens of a beam, this engine gives at most {self._max_logprobs}: raise max_logprobs"
             )
+
+
+def _kind(prompt: object) -> str:
+    """What a prompt is, without a word of what it says."""
+    name = type(prompt).__name__
+    items = prompt if isinstance(prompt, AbstractSequence) and not isinstance(prompt, bytes | bytearray) else ()
+    kinds = {type(item).__name__ for item in items} - {"int"}
+    return f"{name} with {', '.join(sorted(kinds)[:3])}" if kinds else name

@@ -2,10 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import DTypeLike
 
@@ -15,6 +16,7 @@ from jpaged.models import PagedModel
 from jpaged.page_allocator import pages_at_most
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
 from jpaged.pallas_kernels.tpu_tuning import shape_objection
+from jpaged.sampler_state import sampler_state_bytes
 
 GIB = 1 << 30
 MAX_SLOTS = 2**31 - 1
@@ -234,6 +236,51 @@ def plan_pool(
     fits = pages_needed <= num_pages - 1
     longest = wanted or (model.max_position if fits else min(model.max_position, capacity))
     return PoolPlan(num_pages, size, per_page, longest, reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFit:
+    """What is settled before an engine allocates anything.
+
+    Attributes:
+      device: the `jax.Device` where the weights are and the pages will be.
+      dtype: stored dtype of K and V.
+      implementation, reason: of attention, and why this one.
+      pool_plan: how many pages.
+    """
+
+    device: Any
+    dtype: str
+    implementation: str
+    reason: str
+    pool_plan: PoolPlan
+
+
+def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
+    """Chooses the attention back end and sizes the pool for a model whose weights are on their device.
+
+    Args:
+      model: any `PagedModel`.
+      config: what was asked for.
+
+    Raises:
+      ConfigError: no page fits, the settings contradict the model, or `model` is no `PagedModel`.
+      NotImplementedError: the back end that was asked for cannot run here.
+    """
+    first = model_weights(model)[0]
+    device = next(iter(first.devices()))
+    dtype = config.cache.dtype or str(np.dtype(first.dtype))
+    name, reason = choose_implementation(model, config, dtype=dtype, activations=first.dtype)
+    pool_plan = plan_pool(
+        model,
+        config.cache,
+        config.scheduler,
+        dtype=dtype,
+        implementation=name,
+        device=device,
+        reserved_bytes=sampler_state_bytes(config.scheduler.max_num_seqs, model.vocab_size),
+    )
+    return EngineFit(device=device, dtype=dtype, implementation=name, reason=reason, pool_plan=pool_plan)
 
 
 def allocate_pool(model: PagedModel, plan: PoolPlan, *, dtype: str, implementation: str) -> list[KVPages]:

@@ -306,6 +306,11 @@ class LLM:
             self.engine.abort(request_id)
 
 
+def make_engine(**options: Any) -> Engine:
+    """The engine of `LLM(**options)`: the maker of an `EngineProcess`."""
+    return LLM(**options).engine
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]

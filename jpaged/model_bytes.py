@@ -51,9 +51,9 @@ def kv_bytes_per_page(config: LlamaConfig, page_size: int, dtype: str) -> int:
 
 
 def sampler_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes of the sampler's state: for each sequence, and one more, counts and a mask over the vocabulary, the last
-    token, 300 biased and 80 banned ids."""
-    return (max_num_seqs + 1) * (vocab_size * (4 + 1) + 4 + 300 * (4 + 4) + 80 * 4)
+    """Bytes of the sampler's state: for each sequence, and one more, counts and a mask over the vocabulary, a mask of a
+    bit a token, the last token, 300 biased and 80 banned ids."""
+    return (max_num_seqs + 1) * (vocab_size * (4 + 1) + 4 * -(-vocab_size // 32) + 4 + 300 * (4 + 4) + 80 * 4)
 
 
 def parse_bytes(text: str) -> int:

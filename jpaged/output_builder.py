@@ -2,8 +2,10 @@
 
 from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.completion_builder import CompletionBuilder
+from jpaged.delta import Delta
 from jpaged.request import Completion, Output, TokenLogprobs
 from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.timing import RequestTiming
 from jpaged.tokenizer import Tokenizer
 
 
@@ -35,15 +37,29 @@ class OutputBuilder:
 
     def add_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> str | None:
         """Takes the next token of one sequence; see `CompletionBuilder.add_token`."""
-        return self._builder(seq).add_token(token_id, logprobs, ends=ends)
+        builder = self._builders.get(seq) or self._builder(seq)
+        return builder.add_token(token_id, logprobs, ends=ends)
 
     def finish(self, seq: Sequence) -> None:
         """One sequence ended: what was held back of its text becomes visible."""
         if self._group.beam is None:  # a beam that was dropped is no answer, and there are many of them
             self._builder(seq).finish()
 
-    def output(self) -> Output:
-        """The answers so far; whole once the group is finished."""
+    def deltas(self) -> list[Delta]:
+        """What became known of each answer since the last call. Not for beam searches and `best_of`."""
+        deltas = []
+        for index, seq in enumerate(self._group.seqs):
+            delta = self._builder(seq).delta(index)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def output(self, timing: RequestTiming | None = None) -> Output:
+        """The answers so far; whole once the group is finished.
+
+        Args:
+          timing: of a request that ended.
+        """
         group = self._group
         # Beams are no answers; only the hypotheses of a search are.
         completions = self._sampled() if group.beam is None else self._searched(group.beam)
@@ -53,11 +69,18 @@ class OutputBuilder:
             prompt_token_ids=group.request.prompt_token_ids,
             completions=completions,
             finished=group.is_finished,
-            prompt_logprobs=self._whole_prompt_logprobs(),
+            prompt_logprobs=self.prompt_logprobs(),
             num_cached_tokens=group.seqs[0].num_cached_tokens,
             num_preemptions=group.num_preemptions,
             error=self.error,
+            timing=timing,
         )
+
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One entry a token of the prompt, if asked for; `None` for those that are not known yet, and for the first."""
+        if self._prompt_logprobs is None:
+            return None
+        return tuple(map(self._prompt_logprobs.get, range(len(self._group.request.prompt_token_ids))))
 
     def _builder(self, seq: Sequence) -> CompletionBuilder:
         builder = self._builders.get(seq)
@@ -92,8 +115,3 @@ class OutputBuilder:
             cumulative_logprob=found.cumulative_logprob,
             score=found.score,
         )
-
-    def _whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        if self._prompt_logprobs is None:
-            return None
-        return tuple(map(self._prompt_logprobs.get, range(len(self._group.request.prompt_token_ids))))

@@ -1,5 +1,6 @@
 """`PageAllocator`: which pages of the pool are free, which are kept for their contents, and who holds the others."""
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -111,6 +112,21 @@ class PageAllocator:
         if not 0 <= page < self._num_pages:
             raise PageStateError(f"page {page} is not in the pool, expected an id in [0, {self._num_pages})")
         return self._ref_counts[page]
+
+    def states(self) -> bytes:
+        """One byte a page: 0 free, 1 used by one holder, 2 by several, 3 cached, 4 the null page.
+
+        Example:
+          >>> allocator = PageAllocator(num_pages=4, page_size=16)
+          >>> allocator.share(allocator.allocate(1))
+          >>> list(allocator.states())
+          [4, 2, 0, 0]
+        """
+        states = bytearray(map(min, self._ref_counts, itertools.repeat(2)))
+        for page in self._cached:
+            states[page] = 3
+        states[0] = 4
+        return bytes(states)
 
     def is_retained(self, page: int) -> bool:
         """Whether a page of the pool is kept for its contents, now or when its last holder frees it."""

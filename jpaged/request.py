@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jpaged.errors import RequestError
+from jpaged.structured import StructuredOutput
+from jpaged.timing import RequestTiming
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -27,6 +29,15 @@ def _integer(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise RequestError(f"{name} is {value!r}, expected an integer of at least {least}")
     return int(value)
+
+
+def _token_ids(name: str, values: object, most: int) -> tuple[int, ...]:
+    texts = str | bytes | bytearray | memoryview  # sequences whose items are no token ids
+    if isinstance(values, texts) or not isinstance(values, AbstractSequence):
+        raise RequestError(f"{name} is {values!r:.80}, expected a list of token ids")
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} entries, expected at most {most}")
+    return tuple(_integer(f"an entry of {name}", token, 0) for token in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +71,12 @@ class SamplingParams:
       use_beam_search: search for the n likeliest answers with `best_of` beams instead of sampling, as Hugging Face does
         with `num_beams`; needs temperature 0 and none of the other ways to change probabilities.
       length_penalty: beam search divides an answer's log-probability by its length to this power.
+      allowed_token_ids: token ids that alone can be sampled; `None`: all. Name an end-of-sequence id too where the
+        output shall be able to end.
+      structured: the form that the output must have: a JSON schema, a regex, a choice or a grammar. It ends with "stop"
+        where that is complete. `min_tokens`, `ignore_eos` and `stop_token_ids` then hold back the end only as long as
+        the form allows something else; a stop token id that the form does not allow cannot come. A form that llguidance
+        refuses ends the request with "error"; `jpaged.grammar.check_grammar` tells before.
       early_stopping: when a beam search ends: True, as soon as enough answers ended; False, when a heuristic says that
         no running beam will do better; "never", when none possibly can.
 
@@ -93,6 +110,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: AbstractSequence[int] | None = None
+    structured: StructuredOutput | None = None
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
@@ -103,6 +122,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
+        self._check_masks()
         self._check_answers()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -161,14 +181,15 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop holds {text!r}, expected non-empty strings")
         self._set("stop", tuple(stop))
-        texts = str | bytes | bytearray | memoryview  # sequences whose items are no token ids
-        if isinstance(self.stop_token_ids, texts) or not isinstance(self.stop_token_ids, AbstractSequence):
-            raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}, expected a list of token ids")
-        if len(self.stop_token_ids) > 64:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, expected at most 64")
-        for token in self.stop_token_ids:
-            _integer("an entry of stop_token_ids", token, 0)
-        self._set("stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, most=64))
+
+    def _check_masks(self) -> None:
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, most=2**20))
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids is empty, expected at least one token id, or None for all")
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured is {self.structured!r:.80}, expected StructuredOutput or None")
 
     def _check_answers(self) -> None:
         self._set("n", _integer("n", self.n, 1))
@@ -205,7 +226,7 @@ class SamplingParams:
                 raise RequestError(
                     f"{what} with use_beam_search, which follows the model's raw probabilities; leave it out"
                 )
-        for name in ("logit_bias", "stop"):
+        for name in ("logit_bias", "stop", "allowed_token_ids", "structured"):
             if getattr(self, name):
                 raise RequestError(f"{name} is set with use_beam_search, which does not support it; leave it out")
         if self.logprobs is not None:
@@ -307,6 +328,7 @@ class Output:
         cache when it began to run. What a preemption makes it compute again does not change it.
       num_preemptions: how often it lost its pages, and got them back from the host or by computing them again.
       error: what went wrong, with finish_reason "error".
+      timing: when it came, ran and ended, once it has.
     """
 
     request_id: str
@@ -318,6 +340,7 @@ class Output:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    timing: RequestTiming | None = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:

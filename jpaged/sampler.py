@@ -1,7 +1,7 @@
 """`sample`: from logits to token ids, inside the jitted step.
 
-    logits -> bias and bans -> penalties -> greedy: argmax
-                                         -> else: / temperature -> min_p -> top_k -> top_p -> Gumbel-max draw
+    logits -> mask -> bias and bans -> penalties -> greedy: argmax
+                                                 -> else: / temperature -> min_p -> top_k -> top_p -> Gumbel-max draw
 
 The order is vLLM's. Each stage runs only if some row of the step needs it (`lax.cond`), so a greedy step costs one
 argmax. A row's token depends on its logits, its parameters, its seed and its position, never on the other rows.
@@ -14,6 +14,7 @@ as integers, whose sum does not depend on the order of summation and thus not on
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -66,7 +67,7 @@ def sample(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerStat
       https://arxiv.org/abs/2407.01082); Keskar et al. 2019 (repetition penalty, https://arxiv.org/abs/1909.05858).
     """
     draws = rows.samples & (rows.temperature >= MIN_TEMPERATURE) & (rows.top_k != 1)
-    adjusts = rows.samples & (rows.uses_bias | rows.bans_stops | rows.uses_penalties)
+    adjusts = rows.samples & (rows.uses_bias | rows.bans_stops | rows.uses_mask | rows.uses_penalties)
     best, token_ids = jax.lax.cond(
         jnp.any(draws | adjusts),
         lambda: _adjust_and_draw(logits, rows, state, draws),
@@ -76,28 +77,37 @@ def sample(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerStat
     token_ids = jnp.where(rows.samples, token_ids, 0)
     entry = jnp.where(rows.samples, rows.state_index, state.null_entry)
     last_token = state.last_token.at[entry].set(jnp.maximum(token_ids, 0), mode="drop")
-    state = SamplerState(
-        last_token=last_token,
-        output_counts=state.output_counts,
-        prompt_mask=state.prompt_mask,
-        bias_ids=state.bias_ids,
-        bias_values=state.bias_values,
-        banned_ids=state.banned_ids,
-    )
-    return SampleResult(token_ids, state)
+    return SampleResult(token_ids, replace(state, last_token=last_token))
 
 
 def _adjust_and_draw(
     logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerState, draws: Bool[Array, " S"]
 ) -> tuple[Float32[Array, " S"], Int32[Array, " S"]]:
     """The largest adjusted logit of each row, and its token: drawn, or the likeliest where the row is greedy."""
-    biased = jnp.any(rows.samples & (rows.uses_bias | rows.bans_stops))
-    logits = jax.lax.cond(biased, lambda: _add_bias(logits, rows, state), lambda: logits)
+    listed = jnp.any(rows.samples & (rows.uses_mask | rows.uses_bias | rows.bans_stops))
+    logits = jax.lax.cond(listed, lambda: _mask_and_add_bias(logits, rows, state), lambda: logits)
     penalised = jnp.any(rows.samples & rows.uses_penalties)
     logits = jax.lax.cond(penalised, lambda: _penalise(logits, rows, state), lambda: logits)
     best, likeliest = _argmax(logits)
     drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(logits, rows, draws), lambda: likeliest)
     return best, jnp.where(draws, drawn, likeliest)
+
+
+def _mask_and_add_bias(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerState) -> Float32[Array, "S V"]:
+    masked = jnp.any(rows.samples & rows.uses_mask)
+    logits = jax.lax.cond(masked, lambda: _mask(logits, rows, state), lambda: logits)
+    biased = jnp.any(rows.samples & (rows.uses_bias | rows.bans_stops))
+    return jax.lax.cond(biased, lambda: _add_bias(logits, rows, state), lambda: logits)
+
+
+def _mask(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerState) -> Float32[Array, "S V"]:
+    """-inf for the tokens that a row's mask does not allow; NaN stays, so that a broken row is still seen."""
+    num_rows, vocab_size = logits.shape
+    words = state.token_mask.at[rows.state_index].get(mode="clip")
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(num_rows, -1)[:, :vocab_size] != 0
+    keeps = allowed | ~rows.uses_mask[:, None] | jnp.isnan(logits)
+    return jnp.where(keeps, logits, -jnp.inf)
 
 
 def _add_bias(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerState) -> Float32[Array, "S V"]:

@@ -1,7 +1,8 @@
 """`SamplerState`: what the sampler remembers of each running sequence, on the device.
 
 One entry a running sequence, and the null entry at the end, to which padding and gated rows point. The engine loads an
-entry only when a sequence comes that uses penalties, logit_bias or min_tokens; all other sequences use `last_token`
+entry only when a sequence comes that uses penalties, logit_bias, min_tokens or allowed_token_ids, and the masks of
+sequences whose output must have a form before each step that samples for them; all other sequences use `last_token`
 alone, which a step writes and the next step reads without the host in between. Penalty counts are driven by the input:
 a token of such a sequence is counted when it passes through a step. Tokens that do not, since their KV was found in the
 prefix cache, on the host, or came from the sequence that it was forked from, are counted in `load_entry`. So the counts
@@ -10,16 +11,17 @@ are complete when the next token is sampled.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.errors import RequestError
 from jpaged.request import SamplingParams
+from jpaged.token_mask import ALL_TOKENS, num_mask_words, pack_mask
 
 MAX_BIAS_IDS = 300
 MAX_BANNED_IDS = 80  # 64 stop token ids and 16 end-of-sequence ids
@@ -40,6 +42,7 @@ class SamplerState:
       bias_ids: token ids whose logits are biased.
       bias_values: what is added to them.
       banned_ids: token ids that cannot be sampled before min_tokens.
+      token_mask: the tokens that can be sampled, one bit each (`token_mask`).
     """
 
     last_token: Int32[Array, " entries"]
@@ -48,6 +51,7 @@ class SamplerState:
     bias_ids: Int32[Array, "entries 300"]
     bias_values: Float32[Array, "entries 300"]
     banned_ids: Int32[Array, "entries 80"]
+    token_mask: UInt32[Array, "entries W"]
 
     @property
     def null_entry(self) -> int:
@@ -62,7 +66,7 @@ class SamplerEntry(NamedTuple):
     """What `load_entry` sets, on the host: the lists of one sequence, padded, and its tokens so far.
 
     Attributes:
-      bias_ids, bias_values, banned_ids, output_counts, prompt_mask: as in `SamplerState`, of one entry.
+      bias_ids, bias_values, banned_ids, output_counts, prompt_mask, token_mask: as in `SamplerState`, of one entry.
     """
 
     bias_ids: np.ndarray
@@ -70,6 +74,7 @@ class SamplerEntry(NamedTuple):
     banned_ids: np.ndarray
     output_counts: np.ndarray
     prompt_mask: np.ndarray
+    token_mask: np.ndarray
 
 
 def make_sampler_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
@@ -88,6 +93,7 @@ def make_sampler_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
         bias_ids=jnp.full((entries, MAX_BIAS_IDS), vocab_size, jnp.int32),
         bias_values=jnp.zeros((entries, MAX_BIAS_IDS), jnp.float32),
         banned_ids=jnp.full((entries, MAX_BANNED_IDS), vocab_size, jnp.int32),
+        token_mask=jnp.full((entries, num_mask_words(vocab_size)), ALL_TOKENS, jnp.uint32),
     )
 
 
@@ -110,7 +116,8 @@ def needs_entry(params: SamplingParams) -> bool:
       >>> needs_entry(SamplingParams()), needs_entry(SamplingParams(min_tokens=3))
       (False, True)
     """
-    return params.uses_penalties or bool(params.logit_bias) or params.min_tokens > 0
+    listed = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return listed or params.uses_penalties or params.min_tokens > 0
 
 
 def entry_for(
@@ -146,18 +153,23 @@ def entry_for(
                 f"logit_bias names token id {token}, expected ids below the vocabulary size {vocab_size}"
             )
     banned = sorted({token for token in (*eos_token_ids, *params.stop_token_ids) if 0 <= token < vocab_size})
-    if params.min_tokens > 0 and len(banned) > MAX_BANNED_IDS:
+    bans = params.min_tokens > 0 and params.structured is None  # a mask sees to it where there is one
+    if bans and len(banned) > MAX_BANNED_IDS:
         raise RequestError(
             f"min_tokens would ban {len(banned)} end-of-sequence and stop token ids, expected at most "
             f"{MAX_BANNED_IDS}; name fewer stop_token_ids"
         )
     banned = banned[:MAX_BANNED_IDS]  # without min_tokens nothing is banned
+    allowed = params.allowed_token_ids
     entry = SamplerEntry(
         bias_ids=np.full(MAX_BIAS_IDS, vocab_size, np.int32),
         bias_values=np.zeros(MAX_BIAS_IDS, np.float32),
         banned_ids=np.full(MAX_BANNED_IDS, vocab_size, np.int32),
         output_counts=np.bincount(np.array(output, np.int64), minlength=vocab_size).astype(np.int32),
         prompt_mask=np.bincount(np.array(prompt, np.int64), minlength=vocab_size) > 0,
+        token_mask=(
+            np.full(num_mask_words(vocab_size), ALL_TOKENS) if allowed is None else pack_mask(allowed, vocab_size)
+        ),
     )
     num_bias = len(params.logit_bias)
     entry.bias_ids[:num_bias] = list(params.logit_bias.keys())
@@ -200,6 +212,60 @@ def _load_entry(state: SamplerState, index: Int32[Array, ""], entry: SamplerEntr
     )
 
 
+def mask_row_counts(max_num_seqs: int) -> tuple[int, ...]:
+    """How many masks `load_masks` takes at once, padded: powers of 8, and as many as there are sequences.
+
+    Example:
+      >>> mask_row_counts(4), mask_row_counts(256)
+      ((1, 4), (1, 8, 64, 256))
+    """
+    powers = [8**n for n in range(max_num_seqs.bit_length()) if 8**n < max_num_seqs]
+    return (*powers, max_num_seqs)
+
+
+def warm_up_masks(state: SamplerState) -> SamplerState:
+    """Compiles the programs of `load_masks`; nobody's mask changes (`state` is donated)."""
+    for count in mask_row_counts(state.null_entry):
+        packed = np.full((count, 1 + state.token_mask.shape[1]), ALL_TOKENS)
+        packed[:, 0] = state.null_entry
+        state = _load_masks(state, packed)
+    return state
+
+
+def load_masks(state: SamplerState, masks: Sequence[tuple[int, np.ndarray]]) -> SamplerState:
+    """Sets the masks of entries, in place (`state` is donated). One compiled program for each of `mask_row_counts`.
+
+    They go over in one array whose first column is the entry.
+
+    Args:
+      state: donated.
+      masks: (entry in [0, max_num_seqs), u32[W]), at least one and at most one for each entry.
+
+    Raises:
+      ValueError: there are more masks than entries, or none.
+
+    Example:
+      >>> state = load_masks(make_sampler_state(2, 40), [(1, pack_mask([0, 3, 33], vocab_size=40))])
+      >>> state.token_mask[1].tolist()
+      [9, 2]
+    """
+    if not 0 < len(masks) <= state.null_entry:
+        raise ValueError(f"got {len(masks)} masks, expected 1 to {state.null_entry}, one an entry at the most")
+    num_rows = next(count for count in mask_row_counts(state.null_entry) if count >= len(masks))
+    packed = np.empty((num_rows, 1 + state.token_mask.shape[1]), np.uint32)
+    packed[:, 0] = state.null_entry  # whose mask nobody reads
+    for row, (index, mask) in zip(packed, masks, strict=False):
+        row[0], row[1:] = index, mask
+    packed[len(masks) :, 1:] = ALL_TOKENS
+    return _load_masks(state, packed)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _load_masks(state: SamplerState, packed: UInt32[Array, "R X"]) -> SamplerState:
+    index = packed[:, 0].astype(jnp.int32)
+    return replace(state, token_mask=state.token_mask.at[index].set(packed[:, 1:], mode="drop"))
+
+
 def update_counts(
     state: SamplerState, tokens: Int32[Array, " T"], entry: Int32[Array, " T"], is_output: Bool[Array, " T"]
 ) -> SamplerState:
@@ -218,11 +284,8 @@ def update_counts(
       (2, True)
     """
     nowhere = state.null_entry + 1  # past the end: dropped
-    return SamplerState(
-        last_token=state.last_token,
+    return replace(
+        state,
         output_counts=state.output_counts.at[jnp.where(is_output, entry, nowhere), tokens].add(1, mode="drop"),
         prompt_mask=state.prompt_mask.at[jnp.where(is_output, nowhere, entry), tokens].set(True, mode="drop"),
-        bias_ids=state.bias_ids,
-        bias_values=state.bias_values,
-        banned_ids=state.banned_ids,
     )

@@ -30,6 +30,7 @@ _FIELDS = (
     ("uses_penalties", "b"),
     ("uses_bias", "b"),
     ("bans_stops", "b"),
+    ("uses_mask", "b"),
     ("num_logprobs", "i"),
 )
 _PACKER = struct.Struct("=" + "".join("i" if code == "b" else code for _, code in _FIELDS))
@@ -59,7 +60,8 @@ class SamplingRows:
       samples: whether the row samples in this step.
       uses_penalties: whether any penalty is on.
       uses_bias: whether the row has a logit_bias.
-      bans_stops: whether the output is still shorter than min_tokens.
+      bans_stops: whether the output is still shorter than min_tokens, and no mask sees to that.
+      uses_mask: whether the row may sample the tokens of its mask alone.
       num_logprobs: top-logprobs asked for; -1 is no logprobs at all.
     """
 
@@ -78,6 +80,7 @@ class SamplingRows:
     uses_penalties: Bool[Array, " S"]
     uses_bias: Bool[Array, " S"]
     bans_stops: Bool[Array, " S"]
+    uses_mask: Bool[Array, " S"]
     num_logprobs: Int32[Array, " S"]
 
 
@@ -118,7 +121,7 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
       >>> row = SamplingRow(SamplingParams(top_k=5), 7, state_index=0, position=9, samples=True, num_output_tokens=1)
       >>> fields = sampling_fields([row], num_rows=4, null_entry=8)
       >>> fields.shape, fields[0].tolist(), fields[2].tolist()
-      ((16, 4), [0, 8, 8, 8], [5, 0, 0, 0])
+      ((17, 4), [0, 8, 8, 8], [5, 0, 0, 0])
     """
     if len(rows) > num_rows:
         raise ValueError(f"{len(rows)} live rows, expected at most num_rows ({num_rows})")
@@ -142,11 +145,12 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
             samples,
             params.uses_penalties,
             bool(params.logit_bias),
-            num_output_tokens < params.min_tokens,
+            num_output_tokens < params.min_tokens and params.structured is None,
+            params.structured is not None or params.allowed_token_ids is not None,
             num_logprobs,
         )
         offset += _PACKER.size
-    padding = _PACKER.pack(null_entry, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, -1)
+    padding = _PACKER.pack(null_entry, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, -1)
     words[offset:] = padding * (num_rows - len(rows))
     return np.ascontiguousarray(np.frombuffer(words, np.int32).reshape(num_rows, NUM_SAMPLING_FIELDS).T)
 

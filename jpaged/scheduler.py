@@ -144,7 +144,9 @@ class Scheduler:
             self._limits.require_pin(request, self._queues.groups.values())
         seq, params = group.seqs[0], request.params
         seq.limit = group.limit = self._limits.num_tokens(request)
-        seq.stop_ids = (frozenset() if params.ignore_eos else self._eos_token_ids) | set(params.stop_token_ids)
+        seq.mask_position = None if params.structured is None else -1
+        ends = seq.mask_position is not None or not params.ignore_eos
+        seq.stop_ids = (self._eos_token_ids if ends else frozenset()) | set(params.stop_token_ids)
         if params.use_beam_search:
             self._beams.begin(group)
         if params.num_sequences > 1:
@@ -168,7 +170,7 @@ class Scheduler:
         rows, queues = PlanRows(self._config.max_num_batched_tokens), self._queues
         self._memory.start_plan()
         self._fill(rows)
-        while not rows and len(queues.running) > 1 and not any(seq.num_pending for seq in queues.running_seqs):
+        while not rows and len(queues.running) > 1 and not any(map(_awaits, queues.running_seqs)):
             self._preempt(queues.victim_of_all(), rows)  # they all waited for each other's pages
             self._fill(rows)
         transfers = self._memory.take_transfers()
@@ -179,6 +181,8 @@ class Scheduler:
         memory, decoding = self._memory, rows.decoding
         lacking: list[Sequence] = []
         for seq in self._queues.running_seqs:
+            if seq.mask_position is not None and seq.awaits_mask:
+                continue  # the device knows its last token, but only the host can say what may follow
             start = seq.num_computed_tokens
             lacks = len(seq.tokens) + seq.num_pending - start
             if lacks != 1 or start + 1 >= seq.limit:
@@ -215,8 +219,8 @@ class Scheduler:
         """Takes the results of a step; steps come in the order in which they were planned.
 
         An output ends, in this order: at an end-of-sequence id (unless ignored), at one of its stop token ids (neither
-        before `min_tokens`), at its length limit. A sequence that ended before, in `abort` for instance, is skipped:
-        the token that was in flight then is dropped.
+        before `min_tokens`), at its length limit. Where a form is asked for, its masks decide when it may end. A
+        sequence that ended before, in `abort` for instance, is skipped: the token that was in flight then is dropped.
 
         Args:
           plan: the step's plan.
@@ -329,6 +333,7 @@ class Scheduler:
             seq.limit = group.limit
             for index in range(1, params.num_sequences):
                 child = self._queues.fork(seq, index)
+                child.mask_position = seq.mask_position  # all answers begin alike
                 group.seqs.append(child)
                 child.num_pending = 1
                 rows.admitted.append(child)
@@ -352,8 +357,9 @@ class Scheduler:
 
     def _stop_if_due(self, seq: Sequence, token: int) -> None:
         params = seq.request.params
-        may_stop = len(seq.tokens) - 1 - seq.num_prompt_tokens >= params.min_tokens
-        if may_stop and token in self._eos_token_ids and not params.ignore_eos:
+        structured = seq.mask_position is not None  # its mask allows no end too early, unless the form leaves no other
+        may_stop = structured or len(seq.tokens) - 1 - seq.num_prompt_tokens >= params.min_tokens
+        if may_stop and token in self._eos_token_ids and (structured or not params.ignore_eos):
             self.finish(seq, "stop")
         elif may_stop and token in params.stop_token_ids:
             self.finish(seq, "stop", token)
@@ -381,3 +387,8 @@ class Scheduler:
         if self._beams.take(seq, candidates(row)):
             for other in group.seqs:  # without a result no token was left that a beam could go on with
                 self.finish(other, "stop" if group.beam.results() else "error")
+
+
+def _awaits(seq: Sequence) -> bool:
+    """Whether the sequence goes on by itself, as soon as a result or a mask is there."""
+    return seq.num_pending > 0 or seq.awaits_mask

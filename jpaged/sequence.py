@@ -42,6 +42,8 @@ class Sequence:
       limit: tokens at which it ends, prompt included; 0 while it is to be forked, and in a beam search, which decides
         that itself. Set by the scheduler, as is
       stop_ids: token ids that may end it.
+      mask_position: position of the token that can be sampled next as far as masks go: the one that a mask was made
+        for; -1: none was made yet; `None`: it needs none.
       num_cached_tokens: prompt tokens found in the prefix cache when it first ran.
     """
 
@@ -62,6 +64,12 @@ class Sequence:
     stop_reason: int | str | None = None
     limit: int = 0
     stop_ids: frozenset[int] = frozenset()
+    mask_position: int | None = None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether its next token cannot be sampled before a mask is made, be it that a token before is not known."""
+        return self.mask_position is not None and self.mask_position != self.num_tokens
 
     @property
     def request(self) -> Request:
@@ -108,6 +116,7 @@ class SequenceGroup:
       status: of the group.
       limit: tokens at which its sequences end, prompt included; set by the scheduler.
       beam: the state of a beam search, if the request asks for one.
+      error: what went wrong with it, where more is known than that.
       num_preemptions: how often it lost its pages.
       num_recomputed: how often of these it had to compute them again.
       state_indices: those that it holds for sequences yet to be forked.
@@ -121,6 +130,7 @@ class SequenceGroup:
     status: SequenceStatus = SequenceStatus.WAITING
     limit: int = 0
     beam: "BeamSearch | None" = None
+    error: str | None = None
     num_preemptions: int = 0
     num_recomputed: int = 0
     state_indices: list[int] = field(default_factory=list)
@@ -138,6 +148,11 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether one of its sequences awaits a mask."""
+        return any(seq.awaits_mask for seq in self.live)
 
     @property
     def num_pending(self) -> int:

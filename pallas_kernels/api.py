@@ -12,7 +12,7 @@ from .gpu_plan import GPUWork, plan_gpu
 from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
-from .rope import Rope, apply_rope
+from .rope import Rope, apply_rope, validate_rope
 from .tpu_plan import TPUWork, plan_tpu
 from .tpu_tuning import choose_tpu_blocks
 from .tuning import choose_gpu_blocks
@@ -52,15 +52,23 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     work = plan_xla(meta, spec.page_size, current_platform())
     gpu = current_gpu()
     if gpu is not None and "mosaic_gpu" in supported_implementations(spec=spec):
-        work = plan_gpu(meta, work, spec.num_pages, choose_gpu_blocks(spec.head_dim, gpu.multiprocessors))
+        blocks = choose_gpu_blocks(
+            spec.head_dim,
+            gpu.multiprocessors,
+            spec.dtype.itemsize,
+            spec.page_size,
+            narrow=meta.positions.shape[0] <= meta.kv_lens.shape[0],
+            units=meta.kv_lens.shape[0] * spec.num_kv_heads,
+        )
+        work = plan_gpu(meta, work, spec.num_pages, blocks)
     return dataclasses.replace(meta, work=work)
 
 
 def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: KVPages, meta: PagedMetadata) -> KVPages:
     """Writes each token's K and V to its slot, quantising them where the pages are; in place if donated.
 
-    Padding goes to slot 0, in the null page. Where `meta.slot_mapping` is not as `PagedMetadata` says, tokens may be
-    lost (`validate_dynamic` finds it).
+    Padding goes to slot 0, in the null page, or is not written. Where `meta.slot_mapping` is not as `PagedMetadata`
+    says, tokens may be lost (`validate_dynamic` finds it).
 
     Raises:
       ValueError: shapes or dtypes do not fit the pages.
@@ -83,6 +91,8 @@ def write_kv(k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv D"], kv_pages: K
     resolve_implementation(kv_pages.spec.implementation, spec=kv_pages.spec)
     if kv_pages.spec.implementation == "mosaic_tpu":
         from .write_tpu import write_kv_tpu as write  # Pallas for TPUs takes half a second to import
+    elif kv_pages.spec.implementation == "mosaic_gpu":
+        from .write_gpu import write_kv_gpu as write  # needs jax 0.11
     else:
         write = write_kv_xla
     return write(k, v, kv_pages, meta)
@@ -208,10 +218,7 @@ def attend_and_write(
       >>> out.tolist(), float(kv_pages.data[3].sum())
       ([[[1.0, 0.0]], [[2.0, 2.0]]], 8.0)
     """
-    if rope is not None:
-        with jax.named_scope("rope"):
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
-    kv_pages = write_kv(k, v, kv_pages, meta)
+    q, kv_pages = _rotate_and_write(q, k, v, kv_pages, meta, rope, implementation)
     out = paged_attention(
         q,
         kv_pages,
@@ -224,3 +231,19 @@ def attend_and_write(
         implementation=implementation,
     )
     return out, kv_pages
+
+
+def _rotate_and_write(q, k, v, kv_pages: KVPages, meta: PagedMetadata, rope: Rope | None, implementation: str | None):
+    """The rotated q and the written pages: by one kernel on Hopper."""
+    if rope is not None:
+        validate_rope(q, rope)
+        validate_rope(k, rope)
+    validate_new_kv(k, v, kv_pages, meta)
+    if resolve_implementation(implementation, spec=kv_pages.spec)[0] == "mosaic_gpu":
+        from .write_gpu import rotate_and_write_gpu  # needs jax 0.11
+
+        return rotate_and_write_gpu(q, k, v, kv_pages, meta, rope)
+    if rope is not None:
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+    return q, write_kv(k, v, kv_pages, meta)

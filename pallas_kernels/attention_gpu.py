@@ -1,17 +1,27 @@
-"""Attention on Hopper: which kernel takes a step's rows, and with which work list."""
+"""Attention on Hopper: which kernel takes a step's rows, and with which work list.
+
+A step with no more tokens than rows is a decode step, and `decode_gpu` runs all of it. One with more tokens has prefill
+chunks: `prefill_gpu` runs them, and `decode_gpu` the decode rows before them; both write to one output. Which rows are
+which is data, and so is that there may be none of a kind. Steps too small for prefill's tiles, which are not split over
+the KV, are `decode_gpu`'s alone.
+"""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from . import gpu_plan as plan
 from .decode_gpu import attend
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
+from .prefill_gpu import prefill
+from .prefill_plan_gpu import make_prefill_list
+from .prefill_tuning_gpu import PrefillBlocks, choose_prefill_blocks, fills_the_chip, tile_tokens
 from .xla import AttentionOptions
 
 
 def choose_tile(num_tokens: int, num_rows: int, group: int, head_dim: int) -> tuple[int, bool]:
-    """Query tokens of a tile, and whether its query rows are the narrow side of the products.
+    """Query tokens of a tile of `decode_gpu`, and whether its query rows are the narrow side of the products.
 
     A step with no more tokens than rows is taken for a decode step, whose rows have a token or two each.
     """
@@ -19,21 +29,53 @@ def choose_tile(num_tokens: int, num_rows: int, group: int, head_dim: int) -> tu
     return plan.tile_tokens(group, num_tokens, narrow), narrow
 
 
+def prefill_blocks(q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata) -> PrefillBlocks | None:
+    """How `prefill_gpu` runs the prefill rows of a step of this shape, or `None` if `decode_gpu` runs them."""
+    num_tokens, num_heads, head_dim = q_shape
+    multiprocessors = meta.work.blocks.num_blocks
+    if num_tokens <= meta.kv_lens.shape[0] or spec.quantized:
+        return None
+    blocks = choose_prefill_blocks(head_dim, multiprocessors)
+    return blocks if fills_the_chip(num_tokens, num_heads // spec.num_kv_heads, spec.num_kv_heads, blocks) else None
+
+
 def make_records(
     q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata, window: int | None
 ) -> Int32[Array, "R F"]:
-    """The work list of a layer: equal for all layers with as many query heads and the same window."""
-    group = q_shape[1] // spec.num_kv_heads
+    """The work list of `decode_gpu` for a layer: equal for all layers with as many query heads and the same window."""
+    group, num_rows = q_shape[1] // spec.num_kv_heads, meta.kv_lens.shape[0]
+    q_lens, num_tokens = meta.work.q_lens, q_shape[0]
+    if prefill_blocks(q_shape, spec, meta) is not None:
+        q_lens = jnp.where(jnp.arange(num_rows) < meta.num_decode, q_lens, 0)
+        num_tokens = num_rows  # as in a decode step
     return plan.make_work_list(
         meta,
-        meta.work.q_lens,
+        q_lens,
         page_size=spec.page_size,
         num_kv_heads=spec.num_kv_heads,
-        tokens=choose_tile(q_shape[0], meta.kv_lens.shape[0], group, q_shape[2])[0],
+        tokens=choose_tile(num_tokens, num_rows, group, q_shape[2])[0],
         sliding_window=window,
         block_kv=meta.work.blocks.block_kv,
-        num_workers=meta.work.blocks.num_workers,
-        min_share=meta.work.blocks.min_share,
+        consumers=meta.work.blocks.consumers,
+        num_blocks=meta.work.blocks.num_blocks,
+        full_share=meta.work.blocks.full_share,
+    )
+
+
+def make_prefill_records(
+    q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata, window: int | None, blocks: PrefillBlocks
+) -> Int32[Array, "U F"]:
+    """The work list of `prefill_gpu` for a layer, shared like that of `decode_gpu`."""
+    group = q_shape[1] // spec.num_kv_heads
+    return make_prefill_list(
+        meta,
+        jnp.where(jnp.arange(meta.kv_lens.shape[0]) < meta.num_decode, 0, meta.work.q_lens),
+        page_size=spec.page_size,
+        num_kv_heads=spec.num_kv_heads,
+        tokens=blocks.consumers * tile_tokens(group),
+        sliding_window=window,
+        block_kv=blocks.block_kv,
+        section_tokens=blocks.section_tokens,
     )
 
 
@@ -46,13 +88,34 @@ def paged_attention_gpu(
     with_lse: bool,
 ) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
     """The Mosaic GPU implementation of `paged_attention`; `meta.work` must be a `GPUWork`."""
-    spec, work = kv_pages.spec, meta.work
-    tokens, narrow = choose_tile(q.shape[0], meta.kv_lens.shape[0], q.shape[1] // spec.num_kv_heads, q.shape[2])
+    spec, window = kv_pages.spec, options.sliding_window
+    blocks = prefill_blocks(q.shape, spec, meta)
+    records = make_records(q.shape, spec, meta, window)
+    prefill_records = None if blocks is None else make_prefill_records(q.shape, spec, meta, window, blocks)
+    return attend_listed(q, kv_pages, meta, records, prefill_records, sinks, options, with_lse)
+
+
+def attend_listed(
+    q: Float[Array, "T Hq D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    records: Int32[Array, "R F"],
+    prefill_records: Int32[Array, "U F"] | None,
+    sinks: Float32[Array, " Hq"] | None,
+    options: AttentionOptions,
+    with_lse: bool,
+) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
+    """The kernels of `paged_attention_gpu`, with the work lists of the layer."""
+    spec, work, num_rows = kv_pages.spec, meta.work, meta.kv_lens.shape[0]
+    blocks = prefill_blocks(q.shape, spec, meta)
+    tokens, narrow = choose_tile(
+        q.shape[0] if blocks is None else num_rows, num_rows, q.shape[1] // spec.num_kv_heads, q.shape[2]
+    )
     with jax.named_scope("paged_attention"):
-        return attend(
+        out, lse = attend(
             q,
             kv_pages.data,
-            make_records(q.shape, spec, meta, options.sliding_window),
+            records,
             work.page_table,
             work.counters,
             sinks,
@@ -62,4 +125,20 @@ def paged_attention_gpu(
             blocks=work.blocks,
             options=options,
             with_lse=with_lse,
+            scales=kv_pages.scales,
+        )
+        if blocks is None:
+            return out, lse
+        return prefill(
+            q,
+            kv_pages.data,
+            prefill_records,
+            work.page_table,
+            work.counters,
+            sinks,
+            out,
+            lse,
+            page_size=spec.page_size,
+            blocks=blocks,
+            options=options,
         )

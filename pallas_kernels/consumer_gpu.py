@@ -39,27 +39,42 @@ class Call:
     Attributes:
       group: query heads of a KV head.
       head_dim: width of a head.
-      dtype: of queries and pages.
+      dtype: of queries.
+      page_dtype: of pages.
       rows: rows of a tile, which are query tokens times `group`; a multiple of 8 if they lie along N, else 64.
-      transforms: how the tiles in shared memory are laid out.
+      transforms: how the tiles of 16 bits in shared memory are laid out.
+      page_size: token slots of a page.
     """
 
     group: int
     head_dim: int
     dtype: Any
+    page_dtype: Any
     rows: int
     transforms: tuple
+    page_size: int
     blocks: GPUBlocks
     options: AttentionOptions
     with_lse: bool
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the pages have scales."""
+        return self.page_dtype.itemsize == 1
+
+    @property
+    def box(self) -> int:
+        """Token slots that one copy brings."""
+        return math.gcd(self.page_size, self.blocks.block_kv)
+
 
 @dataclass(frozen=True)
 class Refs:
-    """Arrays in global memory; `sinks` and `lse` may be `None`."""
+    """Arrays in global memory; `scales`, `sinks` and `lse` may be `None`."""
 
     q: Any
     pages: Any
+    scales: Any
     records: Any
     page_table: Any
     counters: Any
@@ -122,10 +137,13 @@ class Kind:
       state: (acc, top, total) before the first block.
       load_queries: (piece) -> array of the tile's queries, in registers.
       put_queries: (array) -> None, to shared memory.
-      scores: (accumulator, stage) -> None, issues S.
-      softmax: (scores, acc, top, total) -> (acc, top, total, weights); it scales acc to the new maximum.
-      values: (accumulator, weights, stage) -> None, issues O += P V.
+      scores: (accumulator, stage) -> None, issues S; or the scales of the block's keys and values.
+      softmax: (scores, acc, top, total, scales of values) -> (acc, top, total, weights); it scales acc to the new
+        maximum.
+      values: (accumulator, weights, stage or loaded values) -> None, issues O += P V.
       finish: (piece, acc, top, total) -> None, stores a whole unit, or a piece.
+      hide_unseen: (piece, first KV token, stage) -> None, zeroes V in slots that no query may see.
+      load_values: (stage) -> array of V, in registers; `None` if V is read from shared memory, and so K.
     """
 
     keys_axis: int
@@ -137,6 +155,8 @@ class Kind:
     softmax: Callable
     values: Callable
     finish: Callable
+    hide_unseen: Callable
+    load_values: Callable | None = None
 
 
 def positions(shape: tuple[int, int], axis: int, first: jax.Array, group: int = 1) -> jax.Array:
@@ -145,12 +165,31 @@ def positions(shape: tuple[int, int], axis: int, first: jax.Array, group: int = 
     return (lax.div(n, jnp.full_like(n, group)) if group > 1 else n) + first
 
 
+def hide_unseen_values(call: Call, tiles: Tiles, piece: Piece, kv: jax.Array, stage: jax.Array) -> None:
+    """Zeroes V in slots that no query may see: a weight of 0 does not hide a NaN."""
+    window, me = call.options.sliding_window, lax.axis_index("wg")
+    unseen = kv + call.blocks.block_kv > piece.position + piece.num_tokens
+    if window is not None:
+        unseen |= kv < piece.position + 1 - window
+
+    @pl.when(unseen)
+    def _():
+        v = plgpu.load(tiles.v.at[me, stage], layout=WGMMA)
+        keys = positions(v.shape, 0, kv)
+        seen = keys < piece.position + piece.num_tokens
+        if window is not None:
+            seen &= keys > piece.position - window
+        tiles.v[me, stage] = jnp.where(seen, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+
 def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
     """Walks the share of this warpgroup's worker."""
     blocks, window, group = call.blocks, call.options.sliding_window, call.group
     bkv, stages, records = blocks.block_kv, blocks.stages, refs.records
     scale, cap = call.options.scale * LOG2E, call.options.soft_cap
     me, block = lax.axis_index("wg"), lax.axis_index("block")
+    in_registers = kind.load_values is not None
     worker = me * blocks.num_blocks + block
     following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
@@ -172,22 +211,6 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
             seen &= keys > queries - window
         return jnp.where(seen, s, -jnp.inf)
 
-    def hide_unseen_values(piece, kv, stage):
-        """Zeroes V in slots that no query may see: a weight of 0 does not hide a NaN."""
-        unseen = kv + bkv > piece.position + piece.num_tokens
-        if window is not None:
-            unseen |= kv < piece.position + 1 - window
-
-        @pl.when(unseen)
-        def _():
-            v = plgpu.load(tiles.v.at[me, stage], layout=WGMMA)
-            keys = positions(v.shape, 0, kv)
-            seen = keys < piece.position + piece.num_tokens
-            if window is not None:
-                seen &= keys > piece.position - window
-            tiles.v[me, stage] = jnp.where(seen, v, jnp.zeros_like(v))
-            plgpu.commit_smem()
-
     def walk(i, carry):
         step, (record, q) = carry
         piece = Piece(*record)
@@ -197,11 +220,16 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
         def issue_scores(s_ref, step):
             stage = lax.rem(step, stages)
             plgpu.barrier_wait(tiles.k_full.at[me * stages + stage])
-            kind.scores(s_ref, stage)
+            scales = kind.scores(s_ref, stage)
+            if in_registers:
+                plgpu.barrier_arrive(tiles.k_freed.at[me * stages + stage])
+            return scales
 
-        def attend_to(s, kv, step, state, next_step=None):
+        def attend_to(s, scales, kv, step, state, next_step=None):
             stage = lax.rem(step, stages)
             ring = me * stages + stage
+            if scales is not None:
+                s *= lax.broadcast_in_dim(scales[0], s.shape, [kind.keys_axis])
             if cap is None:
                 s *= scale
             else:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
@@ -210,36 +238,43 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
             if window is not None:
                 masked |= kv < piece.position + piece.num_tokens - window
             s = lax.cond(masked, lambda x: mask(x, piece, kv), lambda x: x, s)
-            acc, top, total, weights = kind.softmax(s, *state)
+            acc, top, total, weights = kind.softmax(s, *state, None if scales is None else scales[1])
             if next_step is not None:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(next_step, stages)])
+                if not in_registers:
+                    plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(next_step, stages)])
             plgpu.barrier_wait(tiles.v_full.at[ring])
-            hide_unseen_values(piece, kv, stage)
-            acc = pl.run_state(lambda acc_ref: kind.values(acc_ref, weights, stage))(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(tiles.v_freed.at[ring])
+            kind.hide_unseen(piece, kv, stage)
+            v = stage
+            if kind.load_values is not None:
+                v = kind.load_values(stage)
+                plgpu.barrier_arrive(tiles.v_freed.at[ring])
+            acc = pl.run_state(lambda acc_ref: kind.values(acc_ref, weights, v))(plgpu.ACC.init(acc))
+            if not in_registers:
+                plgpu.barrier_arrive(tiles.v_freed.at[ring])
             return acc, top, total
 
         def first_scores(s_ref):
-            issue_scores(s_ref, step)
-            return s_ref[...]
+            scales = issue_scores(s_ref, step)
+            return s_ref[...], scales
 
         def kv_block(j, carry):
-            s, *state = carry
+            s, scales, *state = carry
 
             def overlapped(s_ref):
-                issue_scores(s_ref, step + j + 1)  # runs while the softmax of this block is computed
-                new_state = attend_to(s, piece.kv_start + j * bkv, step + j, state, step + j + 1)
-                return s_ref[...], *new_state
+                next_scales = issue_scores(s_ref, step + j + 1)  # runs while the softmax of this block is computed
+                new_state = attend_to(s, scales, piece.kv_start + j * bkv, step + j, state, step + j + 1)
+                return s_ref[...], next_scales, *new_state
 
             return pl.run_scoped(overlapped, plgpu.ACC(kind.score_shape, jnp.float32))
 
-        s = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
-        plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(step, stages)])
+        s, scales = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
+        if not in_registers:
+            plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(step, stages)])
         last = piece.num_blocks - 1
-        s, *state = lax.fori_loop(0, last, kv_block, (s, *kind.state()))
+        s, scales, *state = lax.fori_loop(0, last, kv_block, (s, scales, *kind.state()))
         next_piece = fetch(jnp.minimum(i + 1, count - 1))  # arrives while the last block is computed
-        state = attend_to(s, piece.kv_start + last * bkv, step + last, state)
+        state = attend_to(s, scales, piece.kv_start + last * bkv, step + last, state)
         kind.finish(piece, *state)
 
         @pl.when(piece.pieces > 1)

@@ -14,8 +14,8 @@ Reference:
   https://pytorch.org/blog/flash-decoding/ (splitting over the KV).
 """
 
+import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import gpu_plan as plan
 from .consumer_gpu import Call, Refs, Tiles, consume
-from .narrow_gpu import narrow_kind
-from .tuning import GPUBlocks
+from .convert_gpu import page_transforms
+from .narrow_gpu import WEIGHT_TRANSFORMS, narrow_kind
+from .quantized_gpu import quantized_kind
+from .tuning import fit_stages, scale_box
 from .wide_gpu import wide_kind
 
 _WARPS = 4  # of a warpgroup
-_REGISTERS = {1: 240, 2: 232}  # of a consumer's thread, by consumers of a block
+_REGISTERS = {1: 240, 2: 232, 3: 152, 4: 104}  # of a consumer's thread, by consumers of a block
 _LOADING_REGISTERS = 40
 
 
-def _produce(refs: Refs, tiles: Tiles, blocks: GPUBlocks, page_size: int) -> None:
-    """Loads the shares of this block's workers: K and V by a warp each, or one warp for both."""
+def copies_of_scales(box: int, page_size: int) -> list[tuple[int, int, int]]:
+    """The copies of scales that a box of K needs: first scale from the box's first, where to, and how many."""
+    width, values_at = scale_box(box, page_size)
+    return [(0, 0, width)] if box == page_size else [(0, 0, values_at), (page_size, values_at, values_at)]
+
+
+def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
+    """Loads the shares of this block's workers: K and V by a warp each, or one warp for both; scales come with K."""
     pages, records, page_table = refs.pages, refs.records, refs.page_table
+    blocks, page_size, box = call.blocks, call.page_size, call.box
     bkv, stages = blocks.block_kv, blocks.stages
-    box = math.gcd(page_size, bkv)
 
     # With two consumers or fewer, K and V have a warp each.
     kinds = 2 if 2 * blocks.consumers <= _WARPS else 1
@@ -72,6 +80,14 @@ def _produce(refs: Refs, tiles: Tiles, blocks: GPUBlocks, page_size: int) -> Non
 
                 for k_or_v in which:
                     for n, (page, slots) in enumerate(boxes):
+                        if call.quantized and k_or_v == 0:
+                            first = 2 * page_size * head + (0 if box == page_size else slots.start)
+                            for skip, to, count in copies_of_scales(box, page_size):
+                                plgpu.copy_gmem_to_smem(
+                                    refs.scales.at[page, pl.ds(first + skip, count)],
+                                    tiles.own[-1].at[consumer, stage, n, pl.ds(to, count)],
+                                    full[0].at[ring],
+                                )
                         plgpu.copy_gmem_to_smem(
                             pages.at[page, slots, 2 * head + k_or_v],
                             smem[k_or_v].at[consumer, stage, pl.ds(n * box, box)],
@@ -96,12 +112,30 @@ def _produce(refs: Refs, tiles: Tiles, blocks: GPUBlocks, page_size: int) -> Non
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "narrow", "page_size", "blocks", "options", "with_lse"))
-def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, page_size, blocks, options, with_lse):
+def attend(
+    q,
+    pages,
+    records,
+    page_table,
+    counters,
+    sinks,
+    *,
+    tokens,
+    narrow,
+    page_size,
+    blocks,
+    options,
+    with_lse,
+    scales=None,
+):
     """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
     num_tokens, heads, head_dim = q.shape
     group = heads // (pages.shape[2] // 2)
     tile_rows = tokens * group
-    box = math.gcd(page_size, blocks.block_kv)
+    quantized = scales is not None
+    rows = -(-tile_rows // 8) * 8 if narrow or quantized else plan.TILE_ROWS
+    fitting = fit_stages(head_dim, pages.dtype.itemsize, page_size, blocks.consumers, rows, swapped=narrow or quantized)
+    blocks = dataclasses.replace(blocks, stages=min(blocks.stages, fitting))
     transforms = (
         plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),
         plgpu.SwizzleTransform(blocks.swizzle),
@@ -110,22 +144,30 @@ def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, pa
         group=group,
         head_dim=head_dim,
         dtype=q.dtype,
-        rows=-(-tile_rows // 8) * 8 if narrow else plan.TILE_ROWS,
+        page_dtype=pages.dtype,
+        rows=rows,
         transforms=transforms,
+        page_size=page_size,
         blocks=blocks,
         options=options,
         with_lse=with_lse,
     )
-    own = [plgpu.SMEM((blocks.consumers, kernel.rows, head_dim), q.dtype, transforms=transforms)]
-    if narrow:
-        own.append(plgpu.SMEM((blocks.consumers, kernel.rows, blocks.block_kv), q.dtype, transforms=transforms))
+    box, dtype = kernel.box, jnp.float16 if quantized else q.dtype
+    own = [plgpu.SMEM((blocks.consumers, kernel.rows, head_dim), dtype, transforms=transforms)]
+    if narrow or quantized:
+        own.append(plgpu.SMEM((blocks.consumers, kernel.rows, blocks.block_kv), dtype, transforms=WEIGHT_TRANSFORMS))
         own.append(plgpu.SMEM((blocks.consumers, _WARPS, kernel.rows), jnp.float32))
+    if quantized:
+        shape = blocks.consumers, blocks.stages, blocks.block_kv // box, scale_box(box, page_size)[0]
+        own.append(plgpu.SMEM(shape, jnp.float32))
+    kind = quantized_kind if quantized else narrow_kind if narrow else wide_kind
 
     def body(*args):
         args = iter(args)
         refs = Refs(
             q=next(args),
             pages=next(args),
+            scales=next(args) if quantized else None,
             records=next(args),
             page_table=next(args),
             counters=next(args),
@@ -141,16 +183,18 @@ def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, pa
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_REGISTERS[blocks.consumers], action="increase")
-            consume(kernel, refs, tiles, (narrow_kind if narrow else wide_kind)(kernel, refs, tiles))
+            consume(kernel, refs, tiles, kind(kernel, refs, tiles))
 
         @pl.when(wg == blocks.consumers)
         def _():
             plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-            _produce(refs, tiles, blocks, page_size)
+            _produce(kernel, refs, tiles)
 
     tile = (blocks.consumers, blocks.stages, blocks.block_kv, head_dim)
     rings = blocks.consumers * blocks.stages
-    full = plgpu.Barrier(num_arrivals=blocks.block_kv // box, num_barriers=rings)
+    boxes = blocks.block_kv // box
+    with_scales = boxes * (1 + len(copies_of_scales(box, page_size))) if quantized else boxes
+    page_tile = plgpu.SMEM(tile, pages.dtype, transforms=page_transforms(head_dim) if quantized else transforms)
     freed = plgpu.Barrier(num_arrivals=1, num_barriers=rings)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if with_lse:
@@ -164,11 +208,11 @@ def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, pa
         out_type=out_type,
         scratch_types=[
             *own,
-            plgpu.SMEM(tile, q.dtype, transforms=transforms),
-            plgpu.SMEM(tile, q.dtype, transforms=transforms),
+            page_tile,
+            page_tile,
             plgpu.SMEM((blocks.consumers, 1), jnp.int32),
-            full,
-            full,
+            plgpu.Barrier(num_arrivals=with_scales, num_barriers=rings),
+            plgpu.Barrier(num_arrivals=boxes, num_barriers=rings),
             freed,
             freed,
         ],
@@ -184,6 +228,6 @@ def attend(q, pages, records, page_table, counters, sinks, *, tokens, narrow, pa
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )
-    operands = [q, pages, records, page_table, counters, sinks]
+    operands = [q, pages, scales, records, page_table, counters, sinks]
     results = call(*[x for x in operands if x is not None])
     return results[0], results[1] if with_lse else None

@@ -105,8 +105,9 @@ def make_work_list(
     tokens: int,
     sliding_window: int | None,
     block_kv: int,
-    num_workers: int,
-    min_share: int,
+    consumers: int,
+    num_blocks: int,
+    full_share: int,
 ) -> Int32[Array, "R F"]:
     """Cuts the step's work into one share a worker.
 
@@ -117,7 +118,9 @@ def make_work_list(
       q_lens: query tokens of the rows, 0 for padding.
       tokens: query tokens of a tile.
       block_kv: KV tokens of a block; pieces begin at its multiples.
-      min_share: the least share, in blocks.
+      consumers, num_blocks: of the launch; worker w is consumer w // num_blocks of block w % num_blocks.
+      full_share: where shares of so many blocks, or shorter ones, leave no work for some consumers, only as many
+        consumers of each block of threads have work as are needed.
 
     Returns:
       i32 records. HEAD, ROW; TOKEN, NUM_TOKENS, POSITION: the tile's first token in the step, its tokens, the first
@@ -126,7 +129,7 @@ def make_work_list(
       writes to SLOT of the partial results, and the piece of FIRST_WORKER is the unit's first. The k-th piece is worker
       FIRST_WORKER + k's and its slot is twice that, plus 1 for the first piece. LIVE_TOKENS: of the step.
     """
-    num_rows, num_tokens = meta.kv_lens.shape[0], meta.positions.shape[0]
+    num_rows, num_tokens, num_workers = meta.kv_lens.shape[0], meta.positions.shape[0], consumers * num_blocks
     capacity = _num_tiles(num_rows, num_tokens, tokens)
 
     def arange(n: int) -> Array:
@@ -150,7 +153,8 @@ def make_work_list(
     line = jnp.cumsum(blocks * num_kv_heads, dtype=jnp.int32)  # where each tile ends
     starts = line - blocks * num_kv_heads
     num_units = num_tiles * num_kv_heads
-    share = _round_share(jnp.maximum(-(-line[-1] // num_workers), min_share), jnp.maximum(jnp.max(blocks), 1))
+    busy = num_blocks * jnp.clip(-(-line[-1] // (num_blocks * full_share)), 1, consumers)
+    share = _round_share(jnp.maximum(-(-line[-1] // busy), 1), jnp.maximum(jnp.max(blocks), 1))
     cuts = arange(num_workers + 1) * share
     tile = jnp.minimum(jnp.sum(line[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32), capacity - 1)
     beyond = cuts >= line[-1]

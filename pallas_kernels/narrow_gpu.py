@@ -12,6 +12,9 @@ queries c and c + 1 of each 8.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
+import math
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,7 +26,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from . import combine_gpu as ends
-from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, unfinished
+from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, hide_unseen_values, unfinished
+
+WEIGHT_TRANSFORMS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # of P in shared memory
 
 
 def _array(registers: np.ndarray, shape: tuple[int, int], layout=WGMMA) -> mgpu.FragmentedArray:
@@ -116,25 +121,25 @@ def as_rows(x, rows: int, n: int):
     return repeat(x)
 
 
-def _swizzled(row: ir.Value, column: ir.Value, columns: int) -> ir.Value:
-    """Byte offset of an element of 16 bits in tiles of 8 x 64 whose 16-byte units are swizzled."""
-    i = ends.i32
-    tile = arith.addi(arith.muli(arith.divui(row, i(8)), i(columns // 64)), arith.divui(column, i(64)))
-    row, column = arith.remui(row, i(8)), arith.remui(column, i(64))
-    unit = arith.xori(arith.divui(column, i(8)), row)
+def swizzled(row: ir.Value, column: ir.Value, columns: int) -> ir.Value:
+    """Byte offset of an element of 16 bits in tiles of 8 x 64, or 8 x 32, whose 16-byte units are swizzled."""
+    i, width = ends.i32, 64 if columns % 64 == 0 else 32
+    tile = arith.addi(arith.muli(arith.divui(row, i(8)), i(columns // width)), arith.divui(column, i(width)))
+    row, column = arith.remui(row, i(8)), arith.remui(column, i(width))
+    unit = arith.xori(arith.divui(column, i(8)), row if width == 64 else arith.divui(row, i(2)))
     inside = arith.addi(arith.muli(unit, i(16)), arith.muli(arith.remui(column, i(8)), i(2)))
-    return arith.addi(arith.addi(arith.muli(tile, i(1024)), arith.muli(row, i(128))), inside)
+    return arith.addi(arith.addi(arith.muli(tile, i(16 * width)), arith.muli(row, i(2 * width))), inside)
 
 
-def _put(value: ir.Value, ref: ir.Value, offset: ir.Value, alignment: int) -> None:
+def put_bytes(value: ir.Value, ref: ir.Value, offset: ir.Value, alignment: int) -> None:
     pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], ir.IntegerType.get_signless(8))
     llvm.store(value, pointer, alignment=alignment)
 
 
-def put_weights(p, p_smem, n: int, transforms) -> None:
+def put_weights(p, p_smem, n: int) -> None:
     """Stores P^T [64 keys, N] as P [N, 64] where the matrix instruction reads it."""
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(transforms)))
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(WEIGHT_TRANSFORMS)))
     def put(_, p, ref):
         rows, column = ends.own_rows()
         pairs = _pairs(p)
@@ -143,18 +148,18 @@ def put_weights(p, p_smem, n: int, transforms) -> None:
                 for which in range(2):
                     query = arith.addi(column, ends.i32(8 * i + which))
                     value = vector.extract(pairs[i, half], dynamic_position=[], static_position=[which])
-                    _put(value, ref, _swizzled(query, key, 64), 2)
+                    put_bytes(value, ref, swizzled(query, key, 64), 2)
 
     put(p, p_smem)
 
 
-def _query_layout(n: int, head_dim: int):
-    return plgpu.Layout.WG_STRIDED((n * head_dim,), vec_size=min(8, n * head_dim // 128))
+def query_layout(n: int, head_dim: int):
+    return plgpu.Layout.WG_STRIDED((n * head_dim,), vec_size=math.gcd(8, n * head_dim // 128))
 
 
 def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim: int, dtype):
     """The queries of a tile, [N * D]: rows from `live_rows` on are some other queries."""
-    layout = _query_layout(n, head_dim)
+    layout = query_layout(n, head_dim)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 3),
@@ -177,7 +182,7 @@ def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim:
 
 def put_queries(q, q_smem, *, n: int, head_dim: int, transforms) -> None:
     """Stores a tile's queries [N, D] where the matrix instruction reads them."""
-    layout = _query_layout(n, head_dim)
+    layout = query_layout(n, head_dim)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(transforms)))
     def put(_, q, ref):
@@ -186,7 +191,7 @@ def put_queries(q, q_smem, *, n: int, head_dim: int, transforms) -> None:
             value = arith.muli(arith.addi(ends.thread_index(), ends.i32(128 * i)), ends.i32(width))
             row = arith.divui(value, ends.i32(head_dim))
             column = arith.subi(value, arith.muli(row, ends.i32(head_dim)))
-            _put(register, ref, _swizzled(row, column, head_dim), 2 * width)
+            put_bytes(register, ref, swizzled(row, column, head_dim), 2 * width)
 
     put(q, q_smem)
 
@@ -214,12 +219,13 @@ def load_sinks(sinks_ref, head, *, n: int, group: int):
     return load(sinks_ref, head)
 
 
-def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None) -> None:
-    """Stores O^T [D, N] and log-sum-exps [64, N] of equal rows.
+def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None, adjacent: bool = False) -> None:
+    """Stores O^T [D, N], which may have more rows than there is place for, and log-sum-exps [64, N] of equal rows.
 
     Args:
       scalars: token, head, live rows for finished tiles; slot, 0, live rows for pieces (`group` is then `None`).
       lse: `None` if there is no place for them.
+      adjacent: rows r and r + 8 of each 16 are 2r and 2r + 1 in D.
     """
     with_lse = lse is not None
 
@@ -241,15 +247,25 @@ def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None) -> None:
         head_dim, n = out.shape
         registers = out.registers.reshape(head_dim // 64, n // 8, 2)
         rows, column = ends.own_rows()
-        element = ir.MemRefType(ref.type).element_type
+        in_16 = arith.remui(rows[0], ends.i32(16))
+        first_of_pair = arith.addi(rows[0], in_16)  # 16 * warp + 2r
+        element, width = ir.MemRefType(ref.type).element_type, ir.MemRefType(ref.type).shape[-1]
         for i in range(n // 8):
             for which in range(2):
                 query = arith.addi(column, ends.i32(8 * i + which))
                 with utils.when(ends.less(query, live_rows)):
                     where = [first, query] if group is None else ends.query_of(query, first, head, group)
                     for tile in range(head_dim // 64):
-                        for half, row in enumerate(rows):
-                            x = vector.extract(registers[tile, i, half], dynamic_position=[], static_position=[which])
+                        parts = [
+                            vector.extract(x, dynamic_position=[], static_position=[which]) for x in registers[tile, i]
+                        ]
+                        if adjacent:
+                            pair = vector.from_elements(ir.VectorType.get((2,), parts[0].type), parts)
+                            at = arith.addi(first_of_pair, ends.i32(64 * tile))
+                            with utils.when(ends.less(at, ends.i32(width))):
+                                ends.store_global(ends.rounded(pair, ref, 2), ref, [*where, at], 2)
+                            continue
+                        for row, x in zip(rows, parts, strict=True):
                             x = x if element == x.type else arith.truncf(element, x)
                             ends.store_global(x, ref, [*where, arith.addi(row, ends.i32(64 * tile))])
                     if lse_ref is not None:
@@ -284,11 +300,11 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
     def scores(s_ref, stage):
         plgpu.wgmma(s_ref, tiles.k.at[me, stage], q_smem.T)
 
-    def softmax(s, acc, top, total):
+    def softmax(s, acc, top, total, _):
         new_top = column_max(s, top, red, n)
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - new_top)
-        put_weights(p.astype(call.dtype), p_smem, n, transforms)
+        put_weights(p.astype(call.dtype), p_smem, n)
         plgpu.commit_smem()
         # A thread adds up its own keys; the sum over all is made once, at the end.
         return acc * as_rows(decay, head_dim, n), new_top, total * decay + p, None
@@ -313,4 +329,5 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
             out = acc * as_rows(factor, head_dim, n)
             store(refs.part, refs.part_lse, (piece.slot, piece.head, live_rows), out, lse, group=None)
 
-    return Kind(0, shape, state, load_tile_queries, put_tile_queries, scores, softmax, values, finish)
+    hide_unseen = partial(hide_unseen_values, call, tiles)
+    return Kind(0, shape, state, load_tile_queries, put_tile_queries, scores, softmax, values, finish, hide_unseen)

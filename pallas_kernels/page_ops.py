@@ -36,6 +36,11 @@ def replace_pages(pool: Array, page_ids: Int32[Array, " n"], pages: Array, imple
     Args:
       implementation: the back end that the pool is stored for.
     """
+    if implementation == "mosaic_gpu":
+        from .write_pages_gpu import replace_pages_gpu, shape_objection  # needs jax 0.11
+
+        if shape_objection(pool) is None:
+            return replace_pages_gpu(pool, page_ids, pages)
     if implementation != "mosaic_tpu":
         return pool.at[page_ids].set(pages, mode="drop")
 

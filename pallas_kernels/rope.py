@@ -39,13 +39,23 @@ def apply_rope(x: Float[Array, "T H D"], rope: Rope) -> Float[Array, "T H D"]:
       >>> apply_rope(jnp.array([[[1.0, 2.0, 3.0]]]), quarter).tolist()
       [[[-2.0, 1.0, 3.0]]]
     """
+    validate_rope(x, rope)
+    half = rope.cos.shape[1]
+    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def validate_rope(x: Float[Array, "T H D"], rope: Rope) -> None:
+    """Checks that the angles are those of x's tokens, and turn no more values than its heads have.
+
+    Raises:
+      ValueError: says what was got and what was expected.
+    """
     tokens, half = rope.cos.shape
     if rope.sin.shape != rope.cos.shape or tokens != x.shape[0] or 2 * half > x.shape[-1]:
         raise ValueError(
             f"{rope.cos.shape=} and {rope.sin.shape=} with {x.shape=}; expected both to be [T, D_rot / 2] with "
             f"T = {x.shape[0]} (the tokens of x) and D_rot <= {x.shape[-1]} (its head_dim)"
         )
-    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]
-    wide = x.astype(jnp.float32)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)

@@ -1,10 +1,11 @@
 """Which shapes the Mosaic GPU kernel runs, and the sizes of its tiles: rules from measurements on one H200."""
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from .pages import PageSpec
+from .pages import QUANTIZED_DTYPES, PageSpec
 
 HEAD_DIMS = (64, 96, 128, 256)  # those that were compared with the reference on a GPU
 TILE_ROWS = 64  # rows of a matrix instruction: query tokens times query heads of a KV head
@@ -13,6 +14,10 @@ _SHARED_MEMORY = 227 * 1024  # bytes a block of threads may have on Hopper
 _BARRIERS_AND_SLACK = 1280
 _MAX_STAGES = 8  # two groups of 8 barriers a consumer
 _BLOCK_KV = 64
+_FULL_SHARE = {
+    2: 8,
+    1: 4,
+}  # by bytes of a value: fewer pieces are joined sooner, but a share of 8-bit blocks takes longer
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class GPUBlocks:
       stages: tiles in a consumer's ring.
       consumers: computing warpgroups of a block of threads.
       num_blocks: blocks of threads, one a multiprocessor.
-      min_share: least work of a worker, in KV blocks.
+      full_share: KV blocks that keep a consumer busy: only steps of longer shares are cut for more than one consumer of
+        a block of threads.
       swizzle: bytes of a row of the swizzled tiles.
     """
 
@@ -32,7 +38,7 @@ class GPUBlocks:
     stages: int
     consumers: int
     num_blocks: int
-    min_share: int
+    full_share: int
     swizzle: int
 
     @property
@@ -43,32 +49,79 @@ class GPUBlocks:
 
 def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str | None = None) -> str | None:
     """Why the kernel cannot run on such pages, or on such queries of theirs; `None` if it can."""
-    if spec.dtype.name not in ("bfloat16", "float16"):
-        return f"it reads bfloat16 and float16 pages; these are {spec.dtype.name}"
+    if spec.dtype.name not in ("bfloat16", "float16", *QUANTIZED_DTYPES):
+        return f"it reads pages of bfloat16, float16, int8 and float8_e4m3fn; these are {spec.dtype.name}"
     if spec.head_dim not in HEAD_DIMS:
         return f"it takes a head_dim of {', '.join(map(str, HEAD_DIMS))}; these pages have {spec.head_dim}"
     if spec.page_size % 8:
         return f"it takes a page_size that is a multiple of 8; these pages have {spec.page_size}"
+    if spec.quantized and spec.page_size * spec.num_kv_heads < 16:
+        return "it takes pages with 16 scales of keys or more; these have 8, of one head"
     if num_heads is not None and num_heads > TILE_ROWS * spec.num_kv_heads:
         return f"it takes up to {TILE_ROWS} query heads a KV head; these are {num_heads} over {spec.num_kv_heads}"
-    if q_dtype is not None and jnp.dtype(q_dtype) != spec.dtype:
+    if q_dtype is not None and spec.quantized and q_dtype not in ("bfloat16", "float16"):
+        return f"it takes queries of bfloat16 and float16; these are {q_dtype}"
+    if q_dtype is not None and not spec.quantized and jnp.dtype(q_dtype) != spec.dtype:
         return f"it takes queries of the pages' dtype, {spec.dtype.name}; these are {q_dtype}"
     return None
 
 
-def choose_gpu_blocks(head_dim: int, multiprocessors: int) -> GPUBlocks:
-    """The tiles that fit: two consumers with three stages or more each, else one.
+def scale_box(box: int, page_size: int) -> tuple[int, int]:
+    """Scales of a box of `box` tokens in shared memory: floats, and where those of V begin.
 
-    Two consumers hide each other's arithmetic, and three stages keep the memory busy while one is computed.
+    A copy must be a multiple of 128 bytes, so one of few tokens brings along some scales that nobody reads.
+    """
+    return (max(2 * box, 32), box) if box == page_size else (2 * max(box, 32), max(box, 32))
+
+
+def fit_stages(head_dim: int, itemsize: int, page_size: int, consumers: int, rows: int, *, swapped: bool) -> int:
+    """Tiles in a consumer's ring that fit shared memory.
+
+    Args:
+      itemsize: bytes of a value in the pages; of 1, they have scales.
+      rows: query rows of a tile.
+      swapped: whether they lie along N.
+    """
+    tile, own = 2 * _BLOCK_KV * head_dim * itemsize, rows * head_dim * 2
+    if itemsize == 1:  # scales
+        box = math.gcd(page_size, _BLOCK_KV)
+        tile += _BLOCK_KV // box * scale_box(box, page_size)[0] * 4
+    if swapped:  # weights of 16 bits, and 4 floats a row to find its maximum in
+        own += rows * (2 * _BLOCK_KV + 4 * 4)
+    return min((_SHARED_MEMORY - _BARRIERS_AND_SLACK - consumers * own) // (consumers * tile), _MAX_STAGES)
+
+
+def choose_gpu_blocks(
+    head_dim: int,
+    multiprocessors: int,
+    itemsize: int = 2,
+    page_size: int = 16,
+    *,
+    narrow: bool = True,
+    units: int = 0,
+) -> GPUBlocks:
+    """The tiles that fit: two consumers with three stages or more each, else one; four for large steps of 8-bit decode.
+
+    Two consumers hide each other's arithmetic, and three stages keep the memory busy while one is computed. Blocks of
+    8-bit pages come twice as fast and take as long to compute: four consumers are as fast as the memory, but cut a step
+    in more pieces, which costs more than it saves if units are few.
+
+    Args:
+      itemsize: bytes of a value in the pages.
+      narrow: whether the step's shape is that of a decode step.
+      units: KV heads times rows of the step, live or not.
 
     Example:
       >>> choose_gpu_blocks(128, 132).stages, choose_gpu_blocks(256, 132).consumers
       (3, 1)
+      >>> [choose_gpu_blocks(128, 132, itemsize=1, units=8 * rows).consumers for rows in (8, 128)]
+      [2, 4]
     """
-    row = head_dim * 2
-    tile, queries = 2 * _BLOCK_KV * row, TILE_ROWS * row
-    for consumers in (2, 1):
-        stages = min((_SHARED_MEMORY - _BARRIERS_AND_SLACK - consumers * queries) // (consumers * tile), _MAX_STAGES)
+    few_rows = narrow and itemsize == 1 and head_dim % 64 == 0
+    many = few_rows and head_dim <= 128 and units >= 3 * multiprocessors
+    for consumers in (4, 2, 1) if many else (2, 1):
+        rows = NARROW_ROWS if few_rows else TILE_ROWS
+        stages = fit_stages(head_dim, itemsize, page_size, consumers, rows, swapped=itemsize == 1)
         if stages >= 3:
             break
     return GPUBlocks(
@@ -76,6 +129,6 @@ def choose_gpu_blocks(head_dim: int, multiprocessors: int) -> GPUBlocks:
         stages=stages,
         consumers=consumers,
         num_blocks=multiprocessors,
-        min_share=1,
+        full_share=_FULL_SHARE[itemsize],
         swizzle=128 if head_dim % 64 == 0 else 64,
     )

@@ -5,13 +5,15 @@
 A row is reduced within four threads, and weights go from registers into the second product.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import combine_gpu as ends
-from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, unfinished
+from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, hide_unseen_values, unfinished
 
 
 def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
@@ -38,7 +40,7 @@ def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
     def scores(s_ref, stage):
         plgpu.wgmma(s_ref, q_smem.at[me], tiles.k.at[me, stage].T)
 
-    def softmax(s, acc, top, total):
+    def softmax(s, acc, top, total, _):
         new_top = jnp.maximum(top, s.max(axis=1))
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - lax.broadcast_in_dim(new_top, s.shape, [0]))
@@ -66,4 +68,5 @@ def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
             out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
             ends.store_partial(refs.part, refs.part_lse, piece.slot, live_rows, out, lse)
 
-    return Kind(1, score_shape, state, load_queries, put_queries, scores, softmax, values, finish)
+    hide_unseen = partial(hide_unseen_values, call, tiles)
+    return Kind(1, score_shape, state, load_queries, put_queries, scores, softmax, values, finish, hide_unseen)

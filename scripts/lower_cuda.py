@@ -23,6 +23,10 @@ from jpaged.pallas_kernels import attend_and_write
 from jpaged.pallas_kernels.compat import jax_version
 from tests.arg_specs import ARG_SPECS, ArgSpec, make_inputs
 from tests.kernels.test_decode_gpu import GPU_SPECS, LOWERED, abstract_hopper
+from tests.kernels.test_prefill_gpu import PREFILL_SPECS
+
+# Those whose tiles differ.
+PREFILL_LOWERED = ("everything", "head_dim_64", "head_dim_96", "head_dim_256", "group_of_64", "page_of_24")
 
 
 def lower(spec: ArgSpec, implementation: str) -> str:
@@ -40,31 +44,34 @@ def main() -> int:
     parser.add_argument("--only", help="lower the shapes whose name contains this")
     only = parser.parse_args().only
     # The shared list is for all back ends, so XLA lowers it; the kernel has its own, of the shapes that it takes.
-    cases = [(spec, "xla") for spec in ARG_SPECS if not spec.slow]
+    cases = [(spec.name, spec, "xla") for spec in ARG_SPECS if not spec.slow]
     if jax_version() >= (0, 11):
-        cases += [(spec, "mosaic_gpu") for spec in GPU_SPECS if spec.name in LOWERED]
-    names = [spec.name for spec, _ in cases]
-    cases = [(spec, implementation) for spec, implementation in cases if only is None or only in spec.name]
+        cases += [(spec.name, spec, "mosaic_gpu") for spec in GPU_SPECS if spec.name in LOWERED]
+        cases += [
+            (f"prefill_{spec.name}", spec, "mosaic_gpu") for spec in PREFILL_SPECS if spec.name in PREFILL_LOWERED
+        ]
+    names = [name for name, *_ in cases]
+    cases = [case for case in cases if only is None or only in case[0]]
     if not cases:
         sys.exit(f"no shape has {only!r} in its name; have {', '.join(names)}")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     failures: dict[str, str] = {}
     begin = time.perf_counter()
     print(f"{'shape':<24} {'implementation':<14} {'seconds':>7} {'lines':>7}")
-    for spec, implementation in cases:
+    for name, spec, implementation in cases:
         start = time.perf_counter()
         try:
             lines = str(len(lower(spec, implementation).splitlines()))
         except Exception as error:  # one failing shape must not hide the others
-            failures[f"{spec.name}/{implementation}"] = f"{type(error).__name__}: {error}"
+            failures[f"{name}/{implementation}"] = f"{type(error).__name__}: {error}"
             lines = "FAILED"
-        print(f"{spec.name:<24} {implementation:<14} {time.perf_counter() - start:>7.2f} {lines:>7}", flush=True)
+        print(f"{name:<24} {implementation:<14} {time.perf_counter() - start:>7.2f} {lines:>7}", flush=True)
     for name, error in failures.items():
         print(f"{name}: {error}", file=sys.stderr)
     report = {
         "script": "lower_cuda",
         "jax": jax.__version__,
-        "implementations": sorted({implementation for _, implementation in cases}),
+        "implementations": sorted({implementation for *_, implementation in cases}),
         "lowered": len(cases) - len(failures),
         "failed": sorted(failures),
         "seconds": round(time.perf_counter() - begin, 1),

@@ -9,9 +9,16 @@ PROMPTS = [[1, 2, 3], [9] * 17, list(range(20, 36)), [40], [5, 4, 3, 2, 1, 0, 7,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, cache=None, scheduler=None, **options) -> Engine:
+def make_engine(model, **options) -> Engine:
+    """`options`: as for `make_engine_config`."""
+    return Engine(model, make_engine_config(**options))
+
+
+def make_engine_config(
+    *, num_pages=64, seqs=4, budget=32, length=128, cache=None, scheduler=None, **options
+) -> EngineConfig:
     """`cache` and `scheduler`: further fields of their configs."""
-    config = EngineConfig(
+    return EngineConfig(
         cache=CacheConfig(page_size=PAGE, num_pages=num_pages, **(cache or {})),
         scheduler=SchedulerConfig(
             max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, **(scheduler or {})
@@ -20,7 +27,6 @@ def make_engine(model, *, num_pages=64, seqs=4, budget=32, length=128, cache=Non
         compilation_cache=False,
         **{"token_buckets": (seqs, budget), **options},
     )
-    return Engine(model, config)
 
 
 def serve(engine: Engine, requests, *, at_once: bool = True, cold: bool = False) -> list:

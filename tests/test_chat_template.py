@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from jpaged import chat_template
 from jpaged.chat_template import MAX_RENDERED_CHARACTERS, ChatTemplate, check_messages
 from jpaged.errors import ChatTemplateError, RequestError
 from tests.tiny_vocabs import CHATML
@@ -141,6 +142,25 @@ def test_the_templates_own_words_are_in_the_error() -> None:
 def test_templates_that_fail_or_run_away_are_stopped(text: str, words: str) -> None:
     with pytest.raises(ChatTemplateError, match=words):
         render(text)
+
+
+def test_loops_are_counted_whatever_they_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_LOOP_TURNS", 50)
+    text = "{% for m in messages %}{% for c in m.content %}{{ loop.index }}/{{ loop.length }}{% endfor %}{% endfor %}"
+    template = ChatTemplate(text)
+    question = [{"role": "user", "content": "x" * 49}]
+    assert template.render(question, add_generation_prompt=False).endswith("49/49")
+    with pytest.raises(ChatTemplateError, match="more than 50 turns"):
+        template.render(question * 2, add_generation_prompt=False)
+    with pytest.raises(ChatTemplateError, match=r"_bounds|counted"):
+        ChatTemplate("{% set _bounds = 1 %}{% for m in messages %}{% endfor %}").render(question)
+
+
+def test_a_rendering_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", -1.0)
+    question = [{"role": "user", "content": "x" * 300}]
+    with pytest.raises(ChatTemplateError, match="takes longer than"):
+        ChatTemplate("{% for c in messages[0].content %}{% endfor %}").render(question)
 
 
 @pytest.mark.parametrize(("text", "words"), [("\n{% if %}", "line 2"), ("{{ 'a' | nope }}", "nope")])

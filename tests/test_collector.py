@@ -208,7 +208,8 @@ def test_prompt_log_probabilities_of_an_ended_request_are_nobodys():
     assert output.prompt_logprobs is None
 
 
-def test_a_fault_of_one_request_ends_that_request_alone(monkeypatch):
+@pytest.mark.parametrize("method", ["add_token", "finish"])
+def test_a_fault_of_one_request_ends_that_request_alone(method, monkeypatch, caplog):
     steps = Steps()
     group = steps.add("faulty", n=2)
     steps.add("other")
@@ -216,9 +217,12 @@ def test_a_fault_of_one_request_ends_that_request_alone(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("no such text")
 
-    monkeypatch.setattr(steps.collector._live["faulty"].builder, "add_token", fail)
+    monkeypatch.setattr(steps.collector._live["faulty"].builder, method, fail)
     outputs = {output.request_id: output for output in steps.drain()}
-    assert outputs["faulty"].error == "ValueError: no such text"
+    error = outputs["faulty"].error
+    assert error == "an internal error (ValueError) ended this request; the engine's log says where"
+    assert "test_collector.py" in caplog.text
+    assert "no such text" not in caplog.text  # which may quote a prompt
     assert [completion.finish_reason for completion in outputs["faulty"].completions] == ["error", "error"]
     assert all(not seq.pages for seq in group.seqs)
     assert outputs["other"].text == "abcd"

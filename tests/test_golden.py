@@ -6,6 +6,7 @@ log-probabilities must be within 1e-3 (and are asked to be far nearer for the sm
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,29 @@ def test_beam_search_equals_transformers(llm, every: int) -> None:
         assert [list(completion.token_ids) for completion in output.completions] == search["token_ids"], what
         near([completion.score for completion in output.completions], search["scores"], ATOL, what)
     assert llm.stats().num_copied_pages > copied
+
+
+def test_it_answers_in_the_form_that_is_asked_for(llm) -> None:
+    from jpaged import SamplingParams
+    from jpaged.structured import StructuredOutput
+
+    name, age = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 150}
+    fields = {"type": "object", "properties": {"name": name, "age": age}, "required": ["name", "age"]}
+    forms = [
+        StructuredOutput(json=fields | {"additionalProperties": False}),
+        StructuredOutput(choice=["yes", "no"]),
+        StructuredOutput(regex="[0-9]{4}-[0-9]{2}-[0-9]{2}"),
+    ]
+    questions = ["Describe a person as JSON.", "Is the sky blue?", "On which date did the year 2000 begin?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = [SamplingParams(temperature=0, max_tokens=60, structured=form) for form in forms]
+    outputs = llm.chat(messages, params)
+    assert [output.finish_reason for output in outputs] == ["stop"] * 3
+    person = json.loads(outputs[0].text)
+    assert list(person) == ["name", "age"]
+    assert 0 <= person["age"] <= 150
+    assert outputs[1].text in ("yes", "no")
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", outputs[2].text)
 
 
 # --- small random models ----------------------------------------------------------------------------------------------

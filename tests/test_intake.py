@@ -1,5 +1,7 @@
 """The door: what becomes a request, and what is refused with a message that names it."""
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -54,18 +56,22 @@ def test_a_range_is_a_prompt():
         (np.array([], np.int32), "the prompt is empty"),
         ([VOCAB], r"the prompt holds token id 64, the vocabulary is \[0, 64\)"),
         ([1, -1], "the prompt holds token id -1"),
+        (array("q", [1, VOCAB]), "the prompt holds token id 64"),
+        (array("q", [-1]), "the prompt holds token id -1"),
+        (array("q"), "the prompt is empty"),
+        (array("d", [1.0]), "list of token ids"),
         ([2**70], "the prompt holds token id 1180591620717411303424"),
-        ([1.0], r"text or a list of token ids, got \[1.0\]"),
+        ([1.0], r"text or a list of token ids, got list with float$"),
         ([True], "list of token ids"),
         ([None], "list of token ids"),
         ([[1, 2]], "list of token ids"),
         (np.array([1.5]), "list of token ids"),
         (np.array([True]), "list of token ids"),
         (np.array([[1, 2]]), "list of token ids"),
-        (None, "list of token ids, got None"),
-        (7, "list of token ids, got 7"),
+        (None, "list of token ids, got NoneType"),
+        (7, "list of token ids, got int"),
         (iter([1]), "list of token ids"),
-        (b"ab", "list of token ids, got b'ab'"),
+        (b"ab", "list of token ids, got bytes$"),
         (bytearray(b"ab"), "list of token ids"),
         (memoryview(b"ab"), "list of token ids"),
         ({1: 2}, "list of token ids"),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged import sampler_state
 from jpaged.errors import RequestError
 from jpaged.request import SamplingParams
 from jpaged.sampler_state import (
@@ -13,10 +14,15 @@ from jpaged.sampler_state import (
     MAX_BIAS_IDS,
     entry_for,
     load_entry,
+    load_masks,
     make_sampler_state,
+    mask_row_counts,
     needs_entry,
     update_counts,
+    warm_up_masks,
 )
+from jpaged.structured import StructuredOutput
+from jpaged.token_mask import ALL_TOKENS, pack_mask, unpack_mask
 
 R, V = 5, 37
 
@@ -27,7 +33,7 @@ class TestEntryFor:
         assert entry.bias_ids.tolist() == [4, 9] + [V] * (MAX_BIAS_IDS - 2)
         assert entry.bias_values.tolist() == [1.5, -2.0] + [0.0] * (MAX_BIAS_IDS - 2)
         assert entry.banned_ids.tolist() == [2, 3, 8] + [V] * (MAX_BANNED_IDS - 3)
-        assert [array.dtype for array in entry] == [np.int32, np.float32, np.int32, np.int32, np.bool_]
+        assert [array.dtype for array in entry] == [np.int32, np.float32, np.int32, np.int32, np.bool_, np.uint32]
         assert not entry.output_counts.any()
         assert not entry.prompt_mask.any()
 
@@ -56,6 +62,8 @@ class TestEntryFor:
     def test_too_many_bans_are_refused_only_where_they_matter(self):
         stops = tuple(range(64))
         entry_for(SamplingParams(stop_token_ids=stops), range(64, 90), 1000)
+        form = StructuredOutput(regex="a")  # its masks do it
+        entry_for(SamplingParams(stop_token_ids=stops, min_tokens=1, structured=form), range(64, 90), 1000)
         with pytest.raises(RequestError, match=r"min_tokens would ban 90 .* at most 80"):
             entry_for(SamplingParams(stop_token_ids=stops, min_tokens=1), range(64, 90), 1000)
 
@@ -68,6 +76,7 @@ class TestEntryFor:
             ({"repetition_penalty": 1.1}, True),
             ({"presence_penalty": -0.1}, True),
             ({"frequency_penalty": 0.1}, True),
+            ({"allowed_token_ids": [0]}, True),
         ],
         ids=str,
     )
@@ -160,3 +169,42 @@ class TestLoadEntry:
         entry = entry._replace(**{name: np.zeros(shape, getattr(entry, name).dtype)})
         with pytest.raises(ValueError, match=rf"{name}.shape is \({shape[0]},\), expected {expected}"):
             load_entry(make_sampler_state(R, V), 0, entry)
+
+
+class TestMasks:
+    def test_an_entry_allows_what_its_request_does(self):
+        free = entry_for(SamplingParams(), (), V)
+        bound = entry_for(SamplingParams(allowed_token_ids=[3, 36, 3]), (), V)
+        state = load_entry(load_entry(make_sampler_state(R, V), 1, bound), 3, free)
+        assert unpack_mask(np.asarray(state.token_mask)[1]) == [3, 36]
+        assert (np.asarray(state.token_mask)[[0, 2, 3, 4]] == ALL_TOKENS).all()
+
+    @pytest.mark.parametrize("count", range(1, R + 1))
+    def test_sets_the_masks_of_the_entries_alone(self, count):
+        masks = [(index, pack_mask([index, 36 - index], V)) for index in range(count)]
+        state = load_masks(make_sampler_state(R, V), masks)
+        for index in range(R):
+            expected = {index, 36 - index} if index < count else set(range(64))
+            assert set(unpack_mask(np.asarray(state.token_mask)[index])) == expected
+
+    @pytest.mark.parametrize("count", [0, R + 1])
+    def test_refuses_no_masks_and_too_many(self, count):
+        with pytest.raises(ValueError, match=rf"got {count} masks, expected 1 to {R}"):
+            load_masks(make_sampler_state(R, V), [(0, pack_mask([1], V))] * count)
+
+    def test_the_old_state_is_consumed(self):
+        old = make_sampler_state(R, V)
+        load_masks(old, [(0, pack_mask([1], V))])
+        assert old.token_mask.is_deleted()
+
+    def test_warming_up_changes_nothing_and_leaves_nothing_to_compile(self):
+        state = load_masks(make_sampler_state(9, V), [(2, pack_mask([1], V))])
+        before = np.asarray(state.token_mask)
+        state = warm_up_masks(state)
+        np.testing.assert_array_equal(np.asarray(state.token_mask)[:9], before[:9])
+        num_programs = sampler_state._load_masks._cache_size  # type: ignore[attr-defined]
+        before = num_programs()
+        for count in range(1, 10):
+            state = load_masks(state, [(index, pack_mask([1], V)) for index in range(count)])
+        assert num_programs() == before
+        assert mask_row_counts(9) == (1, 8, 9)

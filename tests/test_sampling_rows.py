@@ -7,6 +7,7 @@ import pytest
 
 from jpaged.request import SamplingParams
 from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, SamplingRow, sampling_fields, unpack_sampling_rows
+from jpaged.structured import StructuredOutput
 
 
 def unpacked(rows, num_rows=4, null_entry=9):
@@ -24,6 +25,7 @@ def test_every_field_survives():
         frequency_penalty=0.4,
         logit_bias={1: 2.0},
         min_tokens=3,
+        allowed_token_ids=[4],
     )
     seed = 0x7123456789ABCDEF
     rows = unpacked([SamplingRow(params, seed, 6, 77, samples=True, num_output_tokens=2, num_logprobs=5)])
@@ -44,6 +46,7 @@ def test_every_field_survives():
         "uses_penalties": True,
         "uses_bias": True,
         "bans_stops": True,
+        "uses_mask": True,
         "num_logprobs": 5,
     }
     assert found == expected
@@ -99,5 +102,11 @@ def test_too_many_rows():
 
 
 def test_another_number_of_fields():
-    with pytest.raises(ValueError, match="expected 16 fields"):
+    with pytest.raises(ValueError, match="expected 17 fields"):
         unpack_sampling_rows(jnp.zeros((15, 4), jnp.int32))
+
+
+def test_a_form_decides_itself_when_the_output_may_end():
+    params = SamplingParams(min_tokens=3, structured=StructuredOutput(regex="a+"))
+    rows = unpacked([SamplingRow(params, 0, 0, 0, samples=True, num_output_tokens=0)])
+    assert (bool(rows.uses_mask[0]), bool(rows.bans_stops[0])) == (True, False)

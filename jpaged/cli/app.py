@@ -15,6 +15,7 @@ from jpaged.cli.fetch import fetch
 from jpaged.cli.generate import generate
 from jpaged.cli.info import info
 from jpaged.cli.plan import plan
+from jpaged.cli.serve import serve
 from jpaged.errors import ConfigError, JpagedError, RequestError
 
 EXIT_ERROR: Final = 1
@@ -71,7 +72,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, fetch, info, plan):
+for _command in (generate, chat, serve, fetch, info, plan):
     app.command(help=_reflowed(_command.__doc__))(_command)
 
 

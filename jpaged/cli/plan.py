@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig
-from jpaged.errors import FetchError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jpaged.models import LlamaConfig
 
 _DEFAULT_LENGTHS: Final = "fixed:1000+200"
 
@@ -58,10 +56,11 @@ def plan(
     """
     from jpaged.capacity import plan_capacity
     from jpaged.model_bytes import parse_bytes
+    from jpaged.model_configs import config_of
     from jpaged.workload import parse_lengths
 
     result = plan_capacity(
-        _config_of(model),
+        config_of(model),
         parse_lengths(lengths),
         device_bytes=parse_bytes(memory),
         memory_fraction=memory_fraction,
@@ -82,27 +81,6 @@ def plan(
         _print_report(report)
     if plot is not None:
         print(f"wrote {plot}", file=sys.stderr)
-
-
-def _config_of(model: str) -> "LlamaConfig":
-    from jpaged.model_shapes import MODEL_SHAPES, model_shape
-    from jpaged.models import LlamaConfig
-
-    if model.lower() in MODEL_SHAPES:
-        return model_shape(model)
-    path = Path(model).expanduser()
-    if path.is_dir() or path.suffix == ".json":
-        from jpaged.models.safetensors_folder import read_json
-
-        return LlamaConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
-    if path.is_file():
-        from jpaged.models.gguf import GGUFSource
-
-        return GGUFSource(path).config
-    raise FetchError(
-        f"there is no model {model!r}: expected one of {', '.join(MODEL_SHAPES)}, a config.json, a folder that has "
-        "one, or a .gguf file; `jpaged plan` downloads nothing"
-    )
 
 
 def _print_report(report: dict[str, Any]) -> None:

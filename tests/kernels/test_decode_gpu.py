@@ -1,5 +1,6 @@
 """The Mosaic GPU kernel: lowered for CUDA anywhere, compared with the dense reference where a Hopper GPU is."""
 
+import math
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jpaged.pallas_kernels import attend_and_write, paged_attention, plan_attention
 from jpaged.pallas_kernels.compat import current_gpu, jax_version
 from jpaged.pallas_kernels.reference import paged_attention_reference
+from jpaged.pallas_kernels.tuning import scale_box
 from tests.arg_specs import ArgSpec, Inputs, make_inputs
 from tests.kernels.hlo import pool_copies
 
@@ -29,7 +31,7 @@ def spec(name: str, **changes) -> ArgSpec:
     return ArgSpec(name, **{**_16BIT, **_DECODE, **changes})
 
 
-GPU_SPECS = (
+_PLAIN_SPECS = (
     spec("decode"),
     spec("decode_padded", pad_rows=3, pad_tokens=2),
     spec("decode_among_more_tokens", pad_tokens=3),  # more tokens than rows: the wide kind of tile
@@ -55,6 +57,33 @@ GPU_SPECS = (
     spec("page_of_64", page_size=64),
     spec("page_of_128", page_size=128, sliding_window=100),
 )
+_INT8, _FLOAT8 = ({"page_dtype": dtype} for dtype in ("int8", "float8_e4m3fn"))
+_QUANTIZED_SPECS = (
+    spec("int8", **_INT8),
+    spec("float8", **_FLOAT8),
+    spec("int8_one_long_row", **_INT8, q_lens=(1,), kv_lens=(9000,)),
+    spec("float8_padded", **_FLOAT8, pad_rows=3, pad_tokens=2),
+    spec("float8_several_tokens", **_FLOAT8, q_lens=(1, 2, 3), kv_lens=(9, 300, 66), pad_rows=4, sliding_window=90),
+    spec("int8_everything", **_INT8, **_MIXED, scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
+    spec("float8_everything", **_FLOAT8, **_MIXED, scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
+    spec("int8_everything_decode", **_INT8, scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
+    spec("float8_everything_decode", **_FLOAT8, scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
+    spec("int8_for_float16", **_INT8, dtype="float16"),
+    spec("float8_for_float16", **_FLOAT8, **_MIXED, dtype="float16"),
+    spec("int8_smollm2_heads", **_INT8, **_MIXED, head_dim=64, num_heads=9, num_kv_heads=3),
+    spec("float8_smollm2_heads_decode", **_FLOAT8, head_dim=64, num_heads=9, num_kv_heads=3),
+    spec("int8_head_dim_96", **_INT8, head_dim=96),
+    spec("float8_head_dim_96", **_FLOAT8, **_MIXED, head_dim=96),
+    spec("int8_head_dim_256", **_INT8, head_dim=256),
+    spec("float8_head_dim_256", **_FLOAT8, **_MIXED, head_dim=256, sliding_window=70),
+    spec("int8_mha", **_INT8, num_heads=2),
+    spec("float8_group_of_16", **_FLOAT8, num_heads=32),
+    spec("int8_page_of_8", **_INT8, page_size=8),
+    spec("float8_page_of_24", **_FLOAT8, page_size=24),
+    spec("int8_page_of_64", **_INT8, page_size=64),
+    spec("float8_page_of_128", **_FLOAT8, page_size=128, sliding_window=100),
+)
+GPU_SPECS = _PLAIN_SPECS + _QUANTIZED_SPECS
 # Those that take another way through the kernel's code, or another tile.
 LOWERED = (
     "decode",
@@ -69,6 +98,14 @@ LOWERED = (
     "group_of_16",
     "page_of_24",
     "page_of_128",
+    "int8",
+    "float8_everything",
+    "float8_smollm2_heads_decode",
+    "int8_head_dim_96",
+    "int8_head_dim_256",
+    "int8_page_of_8",
+    "float8_page_of_24",
+    "float8_page_of_128",
 )
 needs_jax_011 = pytest.mark.skipif(jax_version() < (0, 11), reason="the kernel needs jax 0.11")
 
@@ -93,7 +130,7 @@ def test_equal_layers_share_a_lowered_kernel() -> None:
         traced = jax.jit(partial(layers, count=3)).trace(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @attend") == 3
-    assert text.count("custom_call @mosaic_gpu") <= 2  # the first layer's queries are an argument and not a result
+    assert text.count("func.func private @attend") <= 2  # the first layer's queries are an argument and not a result
 
 
 @needs_jax_011
@@ -105,6 +142,22 @@ def test_what_the_kernel_does_not_run_goes_to_xla_or_is_refused() -> None:
         assert "mosaic_gpu" not in text
         with pytest.raises(NotImplementedError, match="these are float32"):
             trace(inputs.q, inputs.kv_pages, inputs.meta, implementation="mosaic_gpu")
+
+
+@needs_jax_011
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 80, 256])
+def test_the_copies_of_scales_bring_what_is_read(page_size: int) -> None:
+    from jpaged.pallas_kernels.decode_gpu import copies_of_scales
+
+    box = math.gcd(page_size, 64)
+    width, values_at = scale_box(box, page_size)
+    brought = np.full(width, -1)
+    for first, to, count in copies_of_scales(box, page_size):
+        assert count % 32 == 0  # a copy is a multiple of 128 bytes
+        assert (brought[to : to + count] == -1).all()
+        brought[to : to + count] = np.arange(first, first + count)
+    np.testing.assert_array_equal(brought[:box], np.arange(box))
+    np.testing.assert_array_equal(brought[values_at : values_at + box], page_size + np.arange(box))
 
 
 @partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
@@ -155,7 +208,9 @@ def test_the_pool_is_not_copied_and_the_plan_is_made_once() -> None:
 
     one, three = compiled(1), compiled(3)
     assert pool_copies(three, inputs.kv_pages.spec) == []
-    assert three.as_text().count('custom_call_target="mosaic_gpu') == 3
+    kernels = [x.as_text().count('custom_call_target="mosaic_gpu') for x in (one, three)]
+    assert kernels[0] > 0
+    assert kernels[1] == 3 * kernels[0]
     more_fusions = three.as_text().count(" fusion(") - one.as_text().count(" fusion(")
     assert more_fusions <= 2 * 3  # the writes of two layers, and not two plans
 

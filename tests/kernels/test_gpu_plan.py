@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
-from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, shape_objection
+from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, fit_stages, shape_objection
 
 BLOCK, PAGE, HEADS, WORKERS = 64, 16, 3, 24
 ROWS, TOKENS = 6, 90
@@ -31,8 +31,8 @@ def metadata(q_lens: list[int], kv_lens: list[int], rows: int = ROWS, tokens: in
     )
 
 
-@partial(jax.jit, static_argnames=("tokens", "window", "workers"))
-def _work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: int) -> jax.Array:
+@partial(jax.jit, static_argnames=("tokens", "window", "workers", "full_share"))
+def _work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: int, full_share: int) -> jax.Array:
     return plan.make_work_list(
         meta,
         meta.cu_q_lens[1:] - meta.cu_q_lens[:-1],
@@ -41,13 +41,16 @@ def _work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: in
         tokens=tokens,
         sliding_window=window,
         block_kv=BLOCK,
-        num_workers=workers,
-        min_share=1,
+        consumers=2,
+        num_blocks=workers // 2,
+        full_share=full_share,
     )
 
 
-def work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS) -> np.ndarray:
-    return np.asarray(_work_list(meta, tokens, window, workers))
+def work_list(
+    meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS, full_share: int = 1
+) -> np.ndarray:
+    return np.asarray(_work_list(meta, tokens, window, workers, full_share))
 
 
 def units_of(meta: PagedMetadata, tokens: int, window: int | None) -> dict[tuple[int, int], tuple]:
@@ -65,9 +68,11 @@ def units_of(meta: PagedMetadata, tokens: int, window: int | None) -> dict[tuple
     return units
 
 
-def check(meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS) -> list[int]:
+def check(
+    meta: PagedMetadata, tokens: int, window: int | None, workers: int = WORKERS, full_share: int = 1
+) -> list[int]:
     """Walks the list as the workers do; returns each one's load in blocks."""
-    records, units = work_list(meta, tokens, window, workers), units_of(meta, tokens, window)
+    records, units = work_list(meta, tokens, window, workers, full_share), units_of(meta, tokens, window)
     rows, capacity = meta.kv_lens.shape[0], meta.positions.shape[0]
     assert records.shape == (plan.num_records(rows, capacity, HEADS, tokens, workers), plan.RECORD)
     pieces: dict[tuple[int, int], list] = {}
@@ -131,6 +136,13 @@ def test_equal_rows_are_cut_evenly_or_not_at_all(rows: int, length: int, pieces:
     assert len({load for load in loads if load}) == 1
 
 
+@pytest.mark.parametrize(("rows", "busy"), [(1, 12), (2, 12), (3, 18), (4, 24)])
+def test_second_consumers_have_work_only_if_shares_are_long(rows: int, busy: int) -> None:
+    """12 blocks of 2 consumers; units of 16, of which 96 blocks are 8 for each of 12 workers."""
+    loads = check(metadata([1] * rows, [1024] * rows, rows=16), 2, None, full_share=8)
+    assert [bool(load) for load in loads] == [True] * busy + [False] * (WORKERS - busy)
+
+
 def test_a_long_row_among_short_ones_fills_the_workers() -> None:
     loads = check(metadata([1] * 6, [3, 70, 6000, 1, 64, 65]), 2, None)
     assert min(loads[:-2]) > 0
@@ -144,19 +156,26 @@ def test_tiles_hold_whole_tokens(group: int, num_tokens: int, narrow: bool, toke
     assert plan.tile_tokens(group, num_tokens, narrow) == tokens
 
 
+@pytest.mark.parametrize(("itemsize", "narrow"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize("units", [8, 2048])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tiles_fit_shared_memory(head_dim: int) -> None:
-    blocks = choose_gpu_blocks(head_dim, 132)
-    tiles = 2 * blocks.stages * blocks.block_kv * head_dim * 2
-    assert blocks.consumers * (tiles + 64 * head_dim * 2) < 227 * 1024
+def test_tiles_fit_shared_memory(head_dim: int, units: int, itemsize: int, narrow: bool) -> None:
+    blocks = choose_gpu_blocks(head_dim, 132, itemsize, narrow=narrow, units=units)
+    tiles = 2 * blocks.stages * blocks.block_kv * head_dim * itemsize
+    rows = 8 if itemsize == 1 and narrow and head_dim != 96 else 64
+    assert blocks.consumers * (tiles + rows * head_dim * 2) < 227 * 1024
     assert blocks.stages >= 3
     assert blocks.num_workers == 132 * blocks.consumers
+    assert 1 <= fit_stages(head_dim, itemsize, 24, blocks.consumers, 64, swapped=True) <= blocks.stages
 
 
 @pytest.mark.parametrize(
     ("change", "num_heads", "q_dtype", "reason"),
     [
-        ({"dtype": "int8"}, None, None, "these are int8"),
+        ({"dtype": "int8"}, 8, "bfloat16", None),
+        ({"dtype": "float8_e4m3fn"}, 8, "float16", None),
+        ({"dtype": "int8"}, 8, "float32", "these are float32"),
+        ({"dtype": "int8", "page_size": 8, "num_kv_heads": 1}, None, None, "16 scales"),
         ({"dtype": "float32"}, None, None, "these are float32"),
         ({"head_dim": 80}, None, None, "these pages have 80"),
         ({"head_dim": 512}, None, None, "these pages have 512"),

@@ -1,0 +1,229 @@
+"""`jpaged serve`."""
+
+import asyncio
+import gc
+import importlib.util
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from jpaged import __version__
+from jpaged.cli import options
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jpaged.async_engine import AsyncEngine
+    from jpaged.engine_client import EngineInfo
+    from jpaged.server import ServerConfig
+    from jpaged.tokenizer import Tokenizer
+
+_WHO: Final = "Who is served"
+_LIMITS: Final = "Limits"
+_TLS: Final = "TLS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The server as it was asked for on the command line. Fields as in `ServerConfig`."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", envvar="JPAGED_API_KEYS", help="Let in who brings it; may be repeated.", rich_help_panel=_WHO
+        ),
+    ] = None
+    admin_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--admin-key", envvar="JPAGED_ADMIN_KEYS", help="For the admin endpoints; off else.", rich_help_panel=_WHO
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option("--allow-origin", help="Web page that may call from a browser; * is all.", rich_help_panel=_WHO),
+    ] = None
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Show the built-in page at /.")] = True
+    max_body_bytes: Annotated[int, typer.Option(help="Of one request.", rich_help_panel=_LIMITS)] = 32 * 2**20
+    max_total_body_bytes: Annotated[int, typer.Option(help="Of all that are being read.", rich_help_panel=_LIMITS)] = (
+        256 * 2**20
+    )
+    max_requests: Annotated[
+        int, typer.Option(help="Sequences that are served or wait; more get 503.", rich_help_panel=_LIMITS)
+    ] = 2048
+    max_requests_per_key: Annotated[
+        int | None, typer.Option(help="Likewise of one key; more get 429.", rich_help_panel=_LIMITS)
+    ] = None
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="Time to end what runs, after SIGTERM.", rich_help_panel=_LIMITS)
+    ] = 30.0
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Requests may bring a chat template.")
+    ] = False
+    vllm_metric_names: Annotated[
+        bool, typer.Option("--vllm-metric-names", help="Give every metric under vllm: too.")
+    ] = False
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write token ids of prompts into the log.")] = False
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
+    ssl_keyfile: Annotated[str | None, typer.Option(help="The key.", rich_help_panel=_TLS)] = None
+    ssl_certfile: Annotated[str | None, typer.Option(help="The certificate.", rich_help_panel=_TLS)] = None
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="JPAGED_SSL_KEYFILE_PASSWORD", help="Of the key.", rich_help_panel=_TLS)
+    ] = None
+    ssl_ca_certs: Annotated[str | None, typer.Option(help="Who signs clients' certificates.", rich_help_panel=_TLS)] = (
+        None
+    )
+    ssl_cert_reqs: Annotated[
+        int, typer.Option(help="Clients' certificates: 0 none, 1 optional, 2 required.", rich_help_panel=_TLS)
+    ] = 0
+
+    def config(self, models: list[str]) -> "ServerConfig":
+        """The server's config.
+
+        Args:
+          models: names that the model is served by.
+
+        Raises:
+          ConfigError: an option is out of range.
+        """
+        from jpaged.server.config import ServerConfig
+
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("api_keys", "admin_keys", "allowed_origins"):
+            given[name] = given[name] or ()
+        return ServerConfig(models=models, **given)
+
+
+_SERVER_DEFAULTS: Final = ServerOptions()
+
+
+@options.flattened
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Known name, folder of safetensors or Orbax, .gguf file, HF id.")
+    ] = options.DEFAULT_MODEL,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name", help="Name in requests and answers; may be repeated.", show_default="MODEL"
+        ),
+    ] = None,
+    server: ServerOptions = _SERVER_DEFAULTS,
+    max_num_seqs: options.MaxNumSeqs = 32,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a step, prefill and decode together.", rich_help_panel="Engine", show_default="512"
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Who is served first: fcfs, or priority.", rich_help_panel="Engine")
+    ] = "fcfs",
+    warmup: Annotated[
+        str, typer.Option(help="eager compiles all steps at the start, lazy when they come.", rich_help_panel="Engine")
+    ] = "eager",
+    engine_process: Annotated[
+        bool,
+        typer.Option(
+            "--engine-process/--engine-thread",
+            help="A process of its own is restarted if it fails, and never waits for the server.",
+            rich_help_panel="Engine",
+        ),
+    ] = True,
+    engine: options.EngineOptions = options.ENGINE_DEFAULTS,
+    progress: options.Bars = None,
+) -> None:
+    """Serve a model by OpenAI's API, over HTTP.
+
+    Ends in order at SIGTERM or Ctrl-C: what runs may end within --drain-timeout-s, nothing new begins. A second one
+    ends at once. What is asked for and how it went is told to standard error, one JSON object a line, without prompts.
+    """
+    require_extra()
+    config = _engine_config(engine, max_num_seqs, max_num_batched_tokens, policy, warmup)
+    served = server.config(names or [model])
+
+    from jpaged.fetch import fetch
+    from jpaged.server.log import set_up_logging
+    from jpaged.tokenizer import Tokenizer
+
+    path = fetch(model, progress=progress)
+    tokenizer = Tokenizer.load(path)
+    set_up_logging(served.log_level)
+    recipe = {"model": f"{path}", "dtype": engine.dtype, "config": config, "progress": progress}
+    asyncio.run(serve_engine(served, recipe, tokenizer, own_process=engine_process))
+
+
+def require_extra() -> None:
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{name} is not installed; the server needs pip install 'jpaged[server]'")
+
+
+def _engine_config(
+    asked: options.EngineOptions, max_num_seqs: int, max_num_batched_tokens: int | None, policy: str, warmup: str
+) -> EngineConfig:
+    config = asked.config(max_num_seqs=max_num_seqs)
+    changed: dict[str, Any] = {"policy": policy}
+    if max_num_batched_tokens is not None:
+        changed["max_num_batched_tokens"] = max_num_batched_tokens
+    return replace(config, scheduler=replace(config.scheduler, **changed), warmup=warmup)  # type: ignore[arg-type]
+
+
+async def serve_engine(
+    config: "ServerConfig", recipe: dict[str, Any], tokenizer: "Tokenizer", *, own_process: bool
+) -> None:
+    from jpaged.server import serve as serve_http
+
+    def ready(url: str) -> None:
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection need look at it again
+        _say(f"listening at {url}")
+
+    async with _client(recipe, own_process=own_process) as client:
+        _say(_decided(config, client.info))
+        await serve_http(config, client, tokenizer, on_ready=ready)
+
+
+def _client(recipe: dict[str, Any], *, own_process: bool) -> "AsyncEngine":
+    from jpaged.async_engine import AsyncEngine
+
+    if own_process:
+        from jpaged.engine_process import EngineProcess, EngineRecipe
+
+        return AsyncEngine(EngineProcess(EngineRecipe(options=recipe)))
+    from jpaged.engine_thread import EngineThread
+    from jpaged.llm import make_engine
+
+    return AsyncEngine(EngineThread(make_engine(**recipe)))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _decided(config: "ServerConfig", info: "EngineInfo") -> str:
+    """What was decided, and by which option it changes."""
+    tokens = (info.num_pages - 1) * info.page_size
+    keys = f"{len(config.api_keys)} API keys" if config.api_keys else "no API key is needed (--api-key)"
+    rows = {
+        "model": ", ".join(config.models),
+        "attention": f"{info.implementation} on {info.device} ({info.implementation_reason})",
+        "pages": f"{info.num_pages - 1:,} of {info.page_size} tokens in {info.dtype}: {tokens:,} tokens (--num-pages)",
+        "context": f"{info.max_model_len:,} tokens of prompt and answer (--max-model-len)",
+        "at once": f"{info.max_num_seqs} sequences (--max-num-seqs), {info.max_num_batched_tokens} tokens a step "
+        "(--max-num-batched-tokens)",
+        "order": "by priority" if info.policy == "priority" else "of arrival (--policy)",
+        "prefix cache": "on" if info.prefix_cache else "off",
+        "waiting": f"{config.max_requests:,} sequences at the most (--max-requests)",
+        "clients": f"{keys}; admin endpoints {'on' if config.admin_keys else 'off (--admin-key)'}",
+    }
+    lines = [f"jpaged {__version__}", *(f"  {name:<14}{value}" for name, value in rows.items())]
+    if not config.is_local and not config.api_keys:
+        lines.append(f"  warning       whoever reaches {config.host} is served: there is no API key")
+    if not config.is_local and config.scheme == "http":
+        lines.append("  warning       keys and prompts go over the network in clear: there is no TLS (--ssl-certfile)")
+    return "\n".join(lines)

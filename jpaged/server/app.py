@@ -1,0 +1,212 @@
+"""`Server`: the ASGI application and what it consists of."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jpaged.engine_client import EngineClient
+from jpaged.errors import EngineFailedError
+from jpaged.server.admin_routes import admin_routes
+from jpaged.server.admission import Admission
+from jpaged.server.api_error import ApiError
+from jpaged.server.body import BodyReader, ClientLeftError
+from jpaged.server.config import ServerConfig
+from jpaged.server.door import Door
+from jpaged.server.door_worker import DoorWorker
+from jpaged.server.generation import Generation
+from jpaged.server.keys import KeyRing
+from jpaged.server.live_requests import LiveRequests
+from jpaged.server.log import log_access
+from jpaged.server.metrics import ServerMetrics
+from jpaged.server.page import page_routes
+from jpaged.server.parameters import Endpoint, Limits
+from jpaged.server.reception import Reception
+from jpaged.server.status_routes import json_response, status_routes
+from jpaged.server.token_text import TokenTexts
+from jpaged.tokenizer import Tokenizer
+
+_LOGGER: Final = logging.getLogger("jpaged.server")
+
+
+class Server:
+    """An ASGI application that serves one engine.
+
+    Args:
+      config: everything that it is told.
+      client: the engine, ready.
+      tokenizer: the model's; `None`: prompts are token ids, answers have no text.
+
+    Attributes:
+      admission: how many are served at once; set `admission.is_draining` and nothing new is let in.
+
+    Example: docs/server.md.
+    """
+
+    def __init__(self, config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        self.config, self.client = config, client
+        keys = KeyRing(config.api_keys, config.admin_keys)
+        live, self._metrics = LiveRequests(), ServerMetrics()
+        self.admission = Admission(max_requests=config.max_requests, max_requests_per_key=config.max_requests_per_key)
+        self._bodies = BodyReader(
+            max_bytes=config.max_body_bytes,
+            max_total_bytes=config.max_total_body_bytes,
+            timeout_s=config.body_timeout_s,
+        )
+        self._keys = keys
+        self._reception = _reception(config, client, tokenizer)
+        generation = Generation(
+            client=client,
+            keys=keys,
+            admission=self.admission,
+            bodies=self._bodies,
+            reception=self._reception,
+            live=live,
+            texts=TokenTexts(tokenizer),
+            model=config.models[0],
+            log_prompts=config.log_prompts,
+        )
+        routes = [
+            Route("/v1/completions", generation.endpoint("completions"), methods=["POST"]),
+            Route("/v1/chat/completions", generation.endpoint("chat"), methods=["POST"]),
+            Route("/tokenize", self._reading("tokenize"), methods=["POST"]),
+            Route("/detokenize", self._reading("detokenize"), methods=["POST"]),
+            *status_routes(
+                config,
+                client,
+                keys=keys,
+                admission=self.admission,
+                reception=self._reception,
+                live=live,
+                metrics=self._metrics,
+            ),
+            *admin_routes(client, keys=keys, bodies=self._bodies, live=live),
+            *(page_routes() if config.page else ()),
+        ]
+        middleware = []
+        if config.allowed_origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(config.allowed_origins),
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["authorization", "content-type", "x-request-id"],
+                )
+            )
+        app = Starlette(
+            routes=routes,
+            middleware=middleware,
+            exception_handlers={
+                ApiError: _refused,
+                HTTPException: _not_found,
+                EngineFailedError: _engine_failed,
+                Exception: _failed,
+            },
+        )
+        self._app = _Counted(app, self._metrics, {route.path for route in routes})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def close(self) -> None:
+        """Ends the threads and the process that read requests; the engine is left alone."""
+        self._reception.close()
+
+    def _reading(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of an endpoint that needs no engine."""
+
+        async def handle(request: Request) -> Response:
+            headers = request.scope["headers"]
+            with self.admission.place(self._keys.tenant(headers)):
+                body = await self._bodies.read(headers, request.receive)
+                try:
+                    return json_response(await self._reception.read(endpoint, body))
+                finally:
+                    self._bodies.release(len(body))
+
+        return handle
+
+
+def _reception(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None) -> Reception:
+    info = client.info
+    limits = Limits(
+        models=tuple(config.models),
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_logprobs=info.max_logprobs,
+        max_n=min(config.max_n, info.max_num_seqs),
+        max_prompts=config.max_prompts,
+        has_priorities=info.policy == "priority",
+        trusts_templates=config.trust_request_chat_template,
+    )
+    path = Path(tokenizer.source) if tokenizer is not None else None
+    worker = None
+    if path is not None and path.exists():
+        worker = DoorWorker(path, limits, timeout_s=config.reading_timeout_s)
+    return Reception(Door(tokenizer, limits), worker, foreign_templates=config.trust_request_chat_template)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    # A template's own words may repeat the conversation.
+    why = None if error.param == "messages" else error.message
+    log_access("refused", path=request.url.path[:200], status=error.status, param=error.param, why=why)
+    response = Response(error.body(), error.status, media_type="application/json")
+    response.raw_headers += error.headers()
+    return response
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {404: "there is no such endpoint", 405: f"this endpoint does not take {request.method}"}
+    response = _refused(request, ApiError(error.status_code, messages.get(error.status_code, error.detail)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _engine_failed(request: Request, error: Exception) -> Response:
+    return _refused(request, ApiError(503, str(error), retry_after_s=5))
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return _refused(request, ApiError(500, "the server failed at this request"))
+
+
+class _Counted:
+    """Counts requests and answers; what nobody foresaw becomes a line in the log."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: set[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if status == 0 and message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.num_active += 1
+        try:
+            await self._app(scope, receive, noted)
+        except ClientLeftError:
+            pass
+        except Exception as error:
+            _LOGGER.error("a request failed: %s", type(error).__name__, exc_info=error)
+        finally:
+            self._metrics.num_active -= 1
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.responses[path, status or 499] += 1

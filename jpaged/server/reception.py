@@ -1,0 +1,68 @@
+"""`Reception`: reads requests off the event loop, few at once: harmless ones in threads, others in a process."""
+
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from jpaged.server.api_error import ApiError
+from jpaged.server.door import Door
+from jpaged.server.door_worker import DoorWorker
+from jpaged.server.parameters import Endpoint
+
+LARGE_BODY_BYTES: Final = 256 * 1024  # a thread that parses so much holds the interpreter for 10 ms at the worst
+_NUM_THREADS: Final = 2  # tokenizing lets other threads run; more of them would only contend with the event loop
+
+
+class Reception:
+    """The way from a body to what it asks for, as the event loop sees it.
+
+    Args:
+      door: reads in threads.
+      worker: reads large bodies, and those that may have a chat template of their own; `None` (there is no path to load
+        the tokenizer from): threads do.
+      foreign_templates: requests may bring chat templates.
+    """
+
+    def __init__(self, door: Door, worker: DoorWorker | None, *, foreign_templates: bool = False) -> None:
+        self.door = door
+        self._worker = worker
+        self._foreign_templates = foreign_templates
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="door")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-door")
+        # So many at once that no thread waits, and so few that a flood does not fill one turn of the event loop.
+        self._places = asyncio.Semaphore(2 * _NUM_THREADS)
+        self.num_waiting = 0
+
+    async def read(self, endpoint: Endpoint, body: bytes) -> Any:
+        """As `Door.read`; a caller who is cancelled leaves at once.
+
+        Raises:
+          ApiError: the request is refused.
+        """
+        loop = asyncio.get_running_loop()
+        self.num_waiting += 1
+        try:
+            if len(body) > LARGE_BODY_BYTES or (self._foreign_templates and b"chat_template" in body):
+                read = self._worker.read if self._worker is not None else self.door.read
+                return await loop.run_in_executor(self._large, functools.partial(_without_stop, read, endpoint, body))
+            async with self._places:
+                return await loop.run_in_executor(
+                    self._threads, functools.partial(_without_stop, self.door.read, endpoint, body)
+                )
+        finally:
+            self.num_waiting -= 1
+
+    def close(self) -> None:
+        """Ends threads and process; what they read is lost."""
+        if self._worker is not None:
+            self._worker.close()
+        for threads in (self._threads, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_stop(read: Any, endpoint: Endpoint, body: bytes) -> Any:
+    try:
+        return read(endpoint, body)
+    except StopIteration as error:  # cannot pass through a future
+        raise ApiError(500, "reading the request failed") from error

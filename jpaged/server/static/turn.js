@@ -1,0 +1,74 @@
+// One turn of the conversation in the log: what was said, the answers, and what they cost.
+
+const REASONS = { length: "cut at the token limit", abort: "ended by the server" };
+
+export class Turn {
+  #element = document.createElement("article");
+  #answers = document.createElement("div");
+  #facts = document.createElement("p");
+  #began = performance.now();
+  #firstAt = null;
+  #usage = null;
+  #endings = new Set();
+  #texts = [];
+
+  constructor(log, said) {
+    const message = document.createElement("p");
+    message.className = "said";
+    message.textContent = said;
+    this.#answers.className = "answers";
+    this.#facts.className = "facts";
+    this.#facts.textContent = "…";
+    this.#element.append(message, this.#answers, this.#facts);
+    log.append(this.#element);
+  }
+
+  get hasText() {
+    return this.#texts.length > 0;
+  }
+
+  // Of the first answer.
+  get text() {
+    return this.#texts[0]?.data ?? "";
+  }
+
+  // Takes an event of a streamed chat completion.
+  add({ choices, usage }) {
+    this.#usage = usage ?? this.#usage;
+    for (const { index, delta, finish_reason } of choices) {
+      if (delta.content) {
+        this.#firstAt ??= performance.now();
+        this.#textOf(index).appendData(delta.content);
+      }
+      if (finish_reason in REASONS) this.#endings.add(REASONS[finish_reason]);
+    }
+  }
+
+  // `how`: in a word, unless it came to its own end.
+  end(how) {
+    const seconds = (performance.now() - this.#began) / 1000;
+    const facts = [...this.#endings, ...(how ? [how] : [])];
+    if (this.#usage) {
+      const { completion_tokens: made, prompt_tokens: asked, prompt_tokens_details: details } = this.#usage;
+      facts.push(`${made} tokens in ${seconds.toFixed(1)} s, ${(made / seconds).toFixed(1)} a second`);
+      facts.push(`${details?.cached_tokens ?? 0} of ${asked} prompt tokens cached`);
+    }
+    if (this.#firstAt !== null) facts.splice(-1, 0, `first after ${Math.round(this.#firstAt - this.#began)} ms`);
+    this.#facts.textContent = facts.join(" · ");
+  }
+
+  remove() {
+    this.#element.remove();
+  }
+
+  #textOf(index) {
+    while (this.#texts.length <= index) {
+      const answer = document.createElement("p");
+      const text = document.createTextNode(""); // text alone: nothing that a model writes is ever markup
+      answer.append(text);
+      this.#answers.append(answer);
+      this.#texts.push(text);
+    }
+    return this.#texts[index];
+  }
+}

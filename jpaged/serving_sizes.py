@@ -1,0 +1,102 @@
+"""Sizes that a server takes by its chip: tokens a page, tokens and sequences a step, and the shapes compiled. No jax.
+
+The rules of the Mosaic TPU kernel's pages are those of `jpaged.kv_cache.default_page_size` and
+`jpaged.pallas_kernels.tpu_tuning.shape_objection`, which need jax; a test holds them together.
+"""
+
+from typing import Final
+
+from jpaged.accelerators import Accelerator
+from jpaged.config import DEFAULT_PAGE_SIZE, SchedulerConfig, default_token_buckets
+from jpaged.models.config import LlamaConfig
+from jpaged.step_bytes import stored_page_bytes
+
+_TPU_PAGE_BYTES: Final = 128 << 10
+_TPU_PAGE_SIZES: Final = (64, 128)
+_TPU_HEAD_DIMS: Final = (64, 128, 256)
+_TPU_MAX_PAGE_SIZE: Final = 512
+_TPU_ROWS: Final = {"float32": 8, "bfloat16": 16, "int8": 128, "float8_e4m3fn": 128}
+_LEAST_TOKENS: Final = 8  # of a step on a TPU: the rows of a tile
+_TABLE_BYTES: Final = 1 << 20
+
+
+def tpu_kernel_takes(part: LlamaConfig, page_size: int, dtype: str) -> bool:
+    """Whether the Mosaic TPU kernel runs on such pages of what a device holds; XLA's attention does else."""
+    tile = _TPU_ROWS.get(dtype)
+    return (
+        tile is not None
+        and part.head_dim in _TPU_HEAD_DIMS
+        and page_size % 8 == 0
+        and page_size <= _TPU_MAX_PAGE_SIZE
+        and page_size * part.num_key_value_heads % tile == 0
+    )
+
+
+def default_page_size(part: LlamaConfig, dtype: str, accelerator: Accelerator) -> int:
+    """Token slots a page, as the engine chooses.
+
+    Example:
+      >>> from jpaged.accelerators import ACCELERATORS
+      >>> from jpaged.model_shapes import model_shape
+      >>> [default_page_size(model_shape("llama-3.1-8b"), "bfloat16", ACCELERATORS[name]) for name in ("v5e", "h200")]
+      [64, 16]
+    """
+    small, large = _TPU_PAGE_SIZES
+    if accelerator.platform != "tpu" or not any(tpu_kernel_takes(part, size, dtype) for size in _TPU_PAGE_SIZES):
+        return DEFAULT_PAGE_SIZE
+    bytes_of_layer = stored_page_bytes(part, small, dtype, tiled=True) // part.num_hidden_layers
+    return small if bytes_of_layer >= _TPU_PAGE_BYTES and tpu_kernel_takes(part, small, dtype) else large
+
+
+def attention_of(part: LlamaConfig, page_size: int, dtype: str, accelerator: Accelerator) -> str:
+    """The attention back end, as far as it can be told without the device."""
+    if accelerator.platform == "tpu":
+        return "mosaic_tpu" if tpu_kernel_takes(part, page_size, dtype) else "xla"
+    return "xla" if accelerator.platform == "cpu" else "mosaic_gpu where it can run, else xla"
+
+
+def token_budget(max_num_seqs: int, accelerator: Accelerator) -> int:
+    """Tokens of a step, prefill and decode together.
+
+    The smallest power of two that is twice what it takes to make the matrix units, not the reading of weights, the
+    bound of a step: fewer would waste them, more would make those who decode wait longer for the same.
+
+    Example:
+      >>> from jpaged.accelerators import ACCELERATORS
+      >>> {name: token_budget(32, chip) for name, chip in ACCELERATORS.items()}
+      {'v4': 512, 'v5e': 512, 'v5p': 512, 'v6e': 2048, 'tpu7x': 1024, 'h200': 512, 'cpu': 512}
+    """
+    least = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs, 2 * accelerator.ridge_tokens)
+    return 1 << (least - 1).bit_length()
+
+
+def token_buckets(max_num_seqs: int, max_num_batched_tokens: int, accelerator: Accelerator) -> tuple[int, ...]:
+    """Padded numbers of tokens of the compiled steps.
+
+    On TPUs none is smaller than 8, the rows of a tile: 1 and 4 tokens would take what 8 take, and a shape is half a
+    minute of compiling or more.
+
+    Example:
+      >>> from jpaged.accelerators import ACCELERATORS
+      >>> token_buckets(64, 512, ACCELERATORS["v5e"]), token_buckets(32, 512, ACCELERATORS["cpu"])
+      ((8, 32, 64, 256, 512), (1, 4, 16, 32, 128, 512))
+    """
+    if accelerator.platform != "tpu":
+        return default_token_buckets(max_num_seqs, max_num_batched_tokens)
+    sizes = {max_num_seqs, max_num_batched_tokens}
+    for size, end in ((_LEAST_TOKENS, max_num_seqs), (4 * max_num_seqs, max_num_batched_tokens)):
+        while size < end:
+            sizes.add(size)
+            size *= 4
+    return tuple(sorted(sizes))
+
+
+def page_buckets(max_num_seqs: int, max_model_len: int, page_size: int) -> tuple[int, ...]:
+    """Padded numbers of pages a row: one, or a small one too where the page table of all rows passes a MiB a step.
+
+    Example:
+      >>> page_buckets(64, 131072, 64), page_buckets(256, 131072, 64)
+      ((2048,), (256, 2048))
+    """
+    pages = -(-max_model_len // page_size)
+    return (pages,) if 4 * max_num_seqs * pages <= _TABLE_BYTES else (-(-pages // 8), pages)

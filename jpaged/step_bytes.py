@@ -1,0 +1,234 @@
+"""What a server's compiled steps take of a device, beside the pages: weights, state and inputs to the byte, temporaries
+and programs by calibration. Imports no jax.
+
+TPUs keep arrays in tiles, so what an array takes there is more than its elements: `tiled_bytes`. Temporaries and
+programs are the compiler's own affair. What libtpu makes of three models' steps (docs/benchmarks/tpu-steps-*.json, 32
+rows; 32 and 2,048 tokens) is described by a few figures a generation and a kind of step, which keep the sum of all but
+the pages within 2 % of what the compiler reports; a test holds them against those records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from jpaged.accelerators import Accelerator
+from jpaged.config import StepShape
+from jpaged.errors import ConfigError
+from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES
+from jpaged.models.config import LlamaConfig
+
+_LANES: Final = 128
+_ROWS: Final = 8
+_MAX_RUN: Final = 1024  # elements that vectors are padded to a multiple of
+_BIAS_IDS: Final = 300
+_BANNED_IDS: Final = 80
+_CHUNK_TOKENS: Final = 64  # longer steps walk their tokens in a loop for prompt log-probabilities
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What libtpu makes of a kind of step.
+
+    Attributes:
+      extra_rows: logits of so many rows are added to those of the step's.
+      layer_bytes: temporaries that each layer adds.
+      widest: part of the MLP's widest product, of all tokens, that is in HBM.
+      program_bytes: of one compiled step.
+      copies_table: the compiler copies the output projection into another layout.
+    """
+
+    extra_rows: float
+    layer_bytes: float
+    widest: float
+    program_bytes: float
+    copies_table: bool = False
+
+
+@dataclass(frozen=True)
+class _Generation:
+    decode: _Compiled
+    prefill: _Compiled
+
+
+# f32 arrays of rows x vocabulary that live at once: logits, noise, keys of the sampler. The compiler keeps most of them
+# in vector memory while they are small (steps of 32 and 128 rows), and none of them once they are large (256 rows).
+_SMALL_LOGITS: Final = 2.38
+_LARGE_LOGITS: Final = 9.06
+_V5E: Final = _Generation(_Compiled(43, 1.03e6, 0.0, 37e6), _Compiled(32, 0.90e6, 0.75, 111e6))
+_COMPILED: Final[Mapping[str, _Generation]] = MappingProxyType(
+    {
+        "v5e": _V5E,
+        "v6e": _Generation(_Compiled(48, 0.32e6, 0.0, 43e6), _Compiled(-4, 1.65e6, 0.75, 114e6)),
+        "tpu7x": _Generation(_Compiled(40, 1.46e6, 0.0, 58e6), _Compiled(-3, 0.91e6, 0.0, 120e6, copies_table=True)),
+        # Whole steps were not compiled for these; their cores are close kin of v5e's.
+        "v4": _V5E,
+        "v5p": _V5E,
+    }
+)
+_OTHER: Final = _Compiled(0, 0.0, 2.0, 8e6)  # GPUs and CPUs: a bound, not calibrated
+
+
+def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes that an array of one or two axes takes in a TPU's memory; of two, the last is the one that pads less.
+
+    Example:
+      >>> tiled_bytes((576, 960), 2), 576 * 960 * 2
+      (1179648, 1105920)
+      >>> tiled_bytes((576,), 2), tiled_bytes((33,), 4)
+      (2048, 512)
+    """
+    if len(shape) == 1:
+        run = next(size for size in (128, 256, 512, _MAX_RUN) if size >= min(shape[0], _MAX_RUN))
+        return _up(shape[0], run) * itemsize
+    rows, columns = shape
+    return itemsize * min(_up(a, _ROWS) * _up(b, _LANES) for a, b in ((rows, columns), (columns, rows)))
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def can_divide(config: LlamaConfig, degree: int) -> str | None:
+    """Why a model's tensors cannot be divided among so many devices; `None` if they can.
+
+    Example:
+      >>> from jpaged.model_shapes import model_shape
+      >>> can_divide(model_shape("llama-3.1-70b"), 16), can_divide(model_shape("smollm2-135m"), 2)
+      (None, '9 query heads cannot be divided by 2')
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % degree:
+        return f"{heads} query heads cannot be divided by {degree}"
+    if kv_heads % degree and degree % kv_heads:
+        return f"{kv_heads} KV heads can neither be divided by {degree} nor be repeated evenly on {degree} devices"
+    if config.intermediate_size % degree:
+        return f"the MLP's width of {config.intermediate_size} cannot be divided by {degree}"
+    return None
+
+
+def divided(config: LlamaConfig, degree: int) -> LlamaConfig:
+    """What one of `degree` devices holds of a model: its heads, its part of the MLP and of the vocabulary's tables.
+
+    Norms are whole on every device. Where there are more devices than KV heads, each of them holds one KV head, and
+    several the same.
+
+    Raises:
+      ConfigError: the model cannot be divided so.
+
+    Example:
+      >>> from jpaged.model_shapes import model_shape
+      >>> part = divided(model_shape("llama-3.1-70b"), 16)
+      >>> part.num_attention_heads, part.num_key_value_heads, part.intermediate_size, part.vocab_size
+      (4, 1, 1792, 8016)
+    """
+    if (objection := can_divide(config, degree)) is not None:
+        raise ConfigError(objection)
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // degree,
+        num_key_value_heads=max(config.num_key_value_heads // degree, 1),
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size // degree,
+        vocab_size=-(-config.vocab_size // degree),
+        bos_token_id=None,  # its rows of the table may lie on another device
+        eos_token_ids=(),
+    )
+
+
+def stored_weight_bytes(part: LlamaConfig, dtype: str, *, tiled: bool) -> int:
+    """Bytes of a device's weights.
+
+    Args:
+      part: what the device holds (`divided`).
+      dtype: of the weights.
+      tiled: on a TPU, where arrays are padded.
+
+    Raises:
+      ConfigError: `dtype` is no dtype of weights.
+    """
+    if dtype not in WEIGHT_ITEMSIZES:
+        raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(WEIGHT_ITEMSIZES)}")
+    itemsize = WEIGHT_ITEMSIZES[dtype]
+    if not tiled:
+        return part.num_parameters * itemsize
+    width, mlp, heads = part.hidden_size, part.intermediate_size, part.num_attention_heads
+    qkv = (heads + 2 * part.num_key_value_heads) * part.head_dim
+    layer = [(width,), (width, qkv), (heads * part.head_dim, width), (width,), (width, 2 * mlp), (mlp, width)]
+    if part.attention_bias:
+        layer += [(qkv,), (width,)]
+    tables = [(part.vocab_size, width)] * (1 if part.tie_word_embeddings else 2)
+    ends = sum(tiled_bytes(shape, itemsize) for shape in [*tables, (width,)])
+    return part.num_hidden_layers * sum(tiled_bytes(shape, itemsize) for shape in layer) + ends
+
+
+def stored_page_bytes(part: LlamaConfig, page_size: int, dtype: str, *, tiled: bool) -> int:
+    """Bytes of a page's K, V and scales over all layers, on one device.
+
+    Raises:
+      ConfigError: `dtype` is no dtype of pages.
+    """
+    if dtype not in KV_ITEMSIZES:
+        raise ConfigError(f"the dtype of K and V is {dtype!r}, expected one of {', '.join(KV_ITEMSIZES)}")
+    rows = page_size * part.num_key_value_heads
+    scales = 0
+    if dtype in ("int8", "float8_e4m3fn"):
+        scales = 2 * 4 * (_up(rows, _LANES) if tiled else rows)
+    return part.num_hidden_layers * (rows * 2 * part.head_dim * KV_ITEMSIZES[dtype] + scales)
+
+
+def state_bytes(max_num_seqs: int, vocab_size: int, *, tiled: bool) -> int:
+    """Bytes of the sampler's state (`jpaged.sampler_state`)."""
+    entries, words = max_num_seqs + 1, -(-vocab_size // 32)
+    matrices = ((vocab_size, 4), (vocab_size, 1), (_BIAS_IDS, 4), (_BIAS_IDS, 4), (_BANNED_IDS, 4), (words, 4))
+    if tiled:
+        return sum(tiled_bytes((entries, width), size) for width, size in matrices) + tiled_bytes((entries,), 4)
+    return entries * (sum(width * size for width, size in matrices) + 4)
+
+
+def input_bytes(shape: StepShape) -> int:
+    """Bytes of what a step is told: six words a token, 22 a row, and the page table.
+
+    Example:
+      >>> input_bytes(StepShape(32, 32, 128)), input_bytes(StepShape(2048, 32, 128))
+      (20480, 69632)
+    """
+    words = 6 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
+    return tiled_bytes((words,), 4)
+
+
+def temporary_bytes(
+    config: LlamaConfig, part: LlamaConfig, shape: StepShape, accelerator: Accelerator, *, itemsize: int
+) -> int:
+    """Bytes of the temporaries of one step, by calibration.
+
+    Args:
+      config: the whole model: logits are gathered for sampling.
+      part: what the device holds of it.
+      shape: of the step.
+      accelerator: where it runs.
+      itemsize: of activations.
+    """
+    kind = _kind(shape, accelerator)
+    logits = 4 * config.vocab_size * shape.num_rows
+    if accelerator.platform != "tpu" or logits > accelerator.vmem_bytes // 4:
+        size = _LARGE_LOGITS * logits
+    else:
+        size = _SMALL_LOGITS * 4 * config.vocab_size * max(shape.num_rows + kind.extra_rows, 1)
+    size += kind.layer_bytes * part.num_hidden_layers
+    size += kind.widest * shape.num_tokens * 2 * part.intermediate_size * itemsize
+    if kind.copies_table:
+        size += tiled_bytes((part.vocab_size, part.hidden_size), itemsize)
+    return round(size)
+
+
+def program_bytes(shape: StepShape, accelerator: Accelerator) -> int:
+    """Bytes of one compiled step, which stays on the device, by calibration."""
+    return round(_kind(shape, accelerator).program_bytes)
+
+
+def _kind(shape: StepShape, accelerator: Accelerator) -> _Compiled:
+    if accelerator.platform != "tpu":
+        return _OTHER
+    generation = _COMPILED[accelerator.name]
+    return generation.prefill if shape.num_tokens > max(shape.num_rows, _CHUNK_TOKENS) else generation.decode

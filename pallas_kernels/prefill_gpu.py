@@ -1,0 +1,223 @@
+"""Prefill over pages for Hopper in Pallas Mosaic GPU: warpgroups share K and V tiles and take turns at the products.
+
+A block of threads stays for the whole launch and takes units off a common list (`prefill_plan_gpu`). It holds
+`consumers` warpgroups that compute, 64 query rows each, and one whose warps load and count:
+
+    warp 0, 1      K, V: unit -> page ids -> one TMA box a page -> ring of `stages` tiles, which all consumers read
+    warp 2         takes the next unit and puts its number where the others look
+    consumer       queries -> S of the last block -> for each block before it:
+                       S of this block, O += P V of the block after it | softmax of this block
+                   -> O += P V of the first block; next queries under way -> output
+
+Blocks are walked from the last, which needs the causal mask, to the first; the loop over those that need no mask has no
+code for one. Consumers issue their products in turns, so that the softmax of one runs under the products of the other.
+
+Reference:
+  Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import prefill_barriers_gpu as sync
+from . import prefill_plan_gpu as plan
+from .prefill_consumer_gpu import UNITS_AHEAD as _UNITS_AHEAD
+from .prefill_consumer_gpu import Call, Refs, Tiles, consume, take_unit
+from .prefill_tuning_gpu import PrefillBlocks, tile_tokens
+from .tuning import TILE_ROWS
+
+_REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer's and a loading thread, by consumers of a block
+
+
+def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size: int, k_or_v: int) -> None:
+    """The K warp and the V warp: the blocks of each unit from the last to the first.
+
+    The record of the next unit is read before it is needed.
+    """
+    pages, records, page_table = refs.pages, refs.records, refs.page_table
+    bkv, stages = blocks.block_kv, blocks.stages
+    box = math.gcd(page_size, bkv)
+    num_units = records[0, plan.NUM_UNITS]
+    smem, full, freed = (
+        (tiles.k, tiles.k_full, tiles.k_freed),
+        (tiles.v, tiles.v_full, tiles.v_freed),
+    )[k_or_v]
+
+    def read(unit):
+        at = jnp.minimum(unit, num_units - 1)
+        return [records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE, plan.KV_START, plan.NUM_BLOCKS)]
+
+    def unit_blocks(state):
+        i, _, step, head, row, last_page, kv_start, num_blocks = state
+        next_unit = take_unit(tiles, i + 1)
+        following = read(next_unit)
+
+        def boxes_of(j):
+            """Of each box of the j-th block, the page, and the first slot in it."""
+            boxes = []
+            for n in range(bkv // box):
+                kv = kv_start + ((num_blocks - 1 - j) * bkv + n * box)
+                column = lax.div(kv, page_size)
+                boxes.append((page_table[row, jnp.minimum(column, last_page)], kv - column * page_size))
+            return boxes
+
+        def kv_block(j, step):
+            stage = lax.rem(step, stages)
+            boxes = boxes_of(j)
+
+            @pl.when(step >= stages)
+            def _():
+                sync.wait(freed, stage, lax.div(step, stages) - 1)
+
+            ids, firsts = zip(*boxes, strict=True)
+            sync.load_tile(
+                pages,
+                smem.at[stage],
+                full,
+                stage,
+                2 * head + k_or_v,
+                list(ids),
+                [] if box == page_size else list(firsts),
+                transforms=transforms,
+                swizzle=blocks.swizzle,
+            )
+            return step + 1
+
+        step = lax.fori_loop(0, num_blocks, kv_block, step)
+        return i + 1, next_unit, step, *following
+
+    first = take_unit(tiles, jnp.int32(0))
+
+    @pl.when(first < num_units)
+    def _():
+        state = jnp.int32(0), first, jnp.int32(0), *read(first)
+        lax.while_loop(lambda state: state[1] < num_units, unit_blocks, state)
+
+
+def _count(refs: Refs, tiles: Tiles, blocks: PrefillBlocks) -> None:
+    """The counting warp: one unit after the other, until the list is at its end."""
+    num_units = refs.records[0, plan.NUM_UNITS]
+    last = num_units + blocks.num_blocks - 1
+
+    def take(state):
+        i, _ = state
+        slot = lax.rem(i, _UNITS_AHEAD)
+
+        @pl.when(i >= _UNITS_AHEAD)
+        def _():
+            sync.wait(tiles.unit_freed, slot, lax.div(i, _UNITS_AHEAD) - 1)
+
+        unit = sync.count_unit(refs.counters, tiles.units, slot, last)
+        sync.arrive(tiles.unit_full, slot)
+        return i + 1, unit
+
+    lax.while_loop(lambda state: state[1] < num_units, take, (jnp.int32(0), jnp.int32(-1)))
+
+
+@functools.partial(jax.jit, static_argnames=("page_size", "blocks", "options"))
+def prefill(
+    q, pages, records, page_table, counters, sinks, out, lse, *, page_size: int, blocks: PrefillBlocks, options
+):
+    """Attention of the units in `records`; their tokens' rows of `out` and of `lse` (or `None`) are replaced."""
+    _, heads, head_dim = q.shape
+    group = heads // (pages.shape[2] // 2)
+    transforms = (
+        plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),
+        plgpu.SwizzleTransform(blocks.swizzle),
+    )
+    with_lse, with_sinks = lse is not None, sinks is not None
+    call = Call(
+        group=group,
+        tokens=tile_tokens(group),
+        head_dim=head_dim,
+        dtype=q.dtype,
+        transforms=transforms,
+        blocks=blocks,
+        options=options,
+        with_lse=with_lse,
+    )
+
+    def body(*args):
+        args = iter(args)
+        refs = Refs(
+            q=next(args),
+            pages=next(args),
+            records=next(args),
+            page_table=next(args),
+            counters=next(args),
+            sinks=next(args) if with_sinks else None,
+            out=next(args),
+            lse=next(args) if with_lse else None,
+        )
+        tiles = Tiles(*args)
+        wg = lax.axis_index("wg")
+        consumer_registers, loading_registers = _REGISTERS[blocks.consumers]
+        sync.initialise(
+            [
+                (tiles.k_full, blocks.stages, 1),
+                (tiles.v_full, blocks.stages, 1),
+                (tiles.k_freed, blocks.stages, 4 * blocks.consumers),
+                (tiles.v_freed, blocks.stages, 4 * blocks.consumers),
+                (tiles.unit_full, _UNITS_AHEAD, 1),
+                (tiles.unit_freed, _UNITS_AHEAD, 4 * blocks.consumers + 2),
+            ]
+        )
+
+        @pl.when(wg < blocks.consumers)
+        def _():
+            plgpu.set_max_registers(consumer_registers, action="increase")
+            consume(call, refs, tiles)
+
+        @pl.when(wg == blocks.consumers)
+        def _():
+            plgpu.set_max_registers(loading_registers, action="decrease")
+
+            def warp(index):
+                for k_or_v in range(2):
+
+                    @pl.when(index == k_or_v)
+                    def _(k_or_v=k_or_v):
+                        _load(refs, tiles, blocks, transforms, page_size, k_or_v)
+
+                @pl.when(index == 2)
+                def _():
+                    _count(refs, tiles, blocks)
+
+            plgpu.warp_map(warp)
+
+    tile = plgpu.SMEM((blocks.stages, blocks.block_kv, head_dim), q.dtype, transforms=transforms)
+    ring, ahead = sync.barriers(blocks.stages), sync.barriers(_UNITS_AHEAD)
+    call_kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=[
+            plgpu.SMEM((blocks.query_buffers, blocks.consumers, TILE_ROWS, head_dim), q.dtype, transforms=transforms),
+            tile,
+            tile,
+            plgpu.SMEM((_UNITS_AHEAD,), jnp.int32),
+            *[ring] * 4,
+            *[ahead] * 2,
+        ],
+        grid=(blocks.num_blocks,),
+        grid_names=("block",),
+        num_threads=blocks.consumers + 1,
+        thread_name="wg",
+        kernel_name="paged_attention_prefill",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=128,  # none is used: a row is reduced within four threads
+            lowering_semantics=mgpu.LoweringSemantics.Lane,
+        ),
+    )
+    out_ref, lse_ref = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
+    operands = [q, pages, records, page_table, counters, sinks, out_ref, lse_ref]
+    call_kernel(*[x for x in operands if x is not None])
+    return jax.freeze(out_ref), None if lse_ref is None else jax.freeze(lse_ref)

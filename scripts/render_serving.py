@@ -1,0 +1,226 @@
+"""Writes docs/benchmarks/serving.md from the records of bench_serving.py and soak_serving.py beside it.
+
+    python scripts/render_serving.py            write it
+    python scripts/render_serving.py --check    write nothing; exit with 1 if it is stale
+
+A record is the last line of one of these scripts, kept by `python scripts/render_benchmarks.py --add serving-NAME`.
+Needs the standard library alone.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.markdown import table
+from scripts.render_benchmarks import ROOT, Record, load_records
+
+PAGE: Final = ROOT / "docs" / "benchmarks" / "serving.md"
+_TEXT: Final = """# The server under load
+
+Written by `scripts/render_serving.py` from the JSON records beside this page; no figure is typed.
+[How to run it](../server-benchmarks.md), against other servers too, and what each figure means.
+
+## Load tests
+
+`python scripts/bench_serving.py`. Milliseconds; latencies count from when a request was due. "us a token" is CPU time
+for each output token, of the server's processes and of the client that measured them.
+
+{load}
+{pictures}## Host cost beyond the engine
+
+`python scripts/bench_serving.py --host-cost`: microseconds of CPU for each token, with an engine that computes nothing.
+"HTTP" is the process that speaks HTTP, "engine" the way of a token from the engine's loop to it. "Bare" is starlette
+and uvicorn with `json.dumps` and nothing else, on the same machine at the same time: read the ratio.
+
+{host}
+## Soak
+
+`python scripts/soak_serving.py`: random requests, a tenth of them bad, a quarter of them left at any moment, with
+limits that are reached, and aborts, pauses and cache clears meanwhile. "Growth" is of the memory of each process over
+the second half of the run, for a thousand requests.
+
+{soak}
+## Streaming and not
+
+`python scripts/soak_serving.py --equality`: every request is sent twice at the same time, streaming and not; texts,
+token ids, finish reasons and usage must be equal, and log-probabilities but for their last bits.
+
+{equality}"""
+
+
+def load_table(records: Sequence[Record]) -> str:
+    """Latency, throughput and goodput, a row a run."""
+    columns = ["Hardware", "Server, model", "Requests", "Load", "Requests/s", "Output tokens/s"]
+    columns += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99"]
+    columns += ["Objective kept", "Errors", "Server, us a token", "Client", "Measured"]
+    rows = []
+    for record in records:
+        results = record.results
+        if record.script != "bench_serving":
+            continue
+        for run in results["runs"]:
+            kind = "streaming" if results["stream"] else "in one piece"
+            rows.append(
+                [
+                    results["server_device"] or record.device,
+                    f"{results['server']}, {results['model']}",
+                    f"{run['requests']} of {results['lengths']}, {kind}",
+                    run["load"],
+                    f"{run['requests_per_s']:,.2f}",
+                    f"{run['output_tokens_per_s']:,.1f}",
+                    *(_ms(run, *which) for which in _COLUMNS),
+                    _objective(run),
+                    f"{sum(run['errors'].values())}",
+                    f"{sum(cpu.values()):,.1f}" if (cpu := run.get("server_cpu_us_per_token")) else "–",
+                    f"{run['client']['cpu_us_per_token']:,.1f}"
+                    + (" (too slow)" if run["client"]["is_bottleneck"] else ""),
+                    _source(record),
+                ]
+            )
+    return table(columns, rows, num_text=4)
+
+
+_COLUMNS: Final = (
+    ("ttft", "p50"),
+    ("ttft", "p99"),
+    ("tpot", "p50"),
+    ("tpot", "p99"),
+    ("itl", "p99"),
+    ("e2e", "p50"),
+    ("e2e", "p99"),
+)
+
+
+def _ms(run: Mapping[str, Any], kind: str, column: str) -> str:
+    figures = run[f"{kind}_ms"]
+    return "–" if figures is None else f"{figures[column]:,.1f}"
+
+
+def _objective(run: Mapping[str, Any]) -> str:
+    if "objective_s" not in run:
+        return "–"
+    wanted = ", ".join(f"{name} {seconds:g} s" for name, seconds in run["objective_s"].items())
+    return f"{run['good_fraction']:.1%} ({wanted})"
+
+
+def host_table(records: Sequence[Record]) -> str:
+    """CPU time a token of everything but the engine."""
+    columns = ["Hardware", "Streams", "HTTP", "Engine", "Together", "Not streaming, together", "Bare", "Measured"]
+    rows = []
+    for record in records:
+        if record.script != "bench_serving" or "host_cost" not in record.results:
+            continue
+        results = record.results["host_cost"]
+        spent = {name: row["us_per_token"] for name, row in results["by_kind"].items()}
+        streaming = spent["jpaged, streaming"]
+        rows.append(
+            [
+                record.device,
+                f"{results['streams']} of {results['tokens']} tokens, {results['step_ms']:g} ms a step",
+                f"{streaming['server']:.1f}",
+                f"{sum(streaming.values()) - streaming['server']:.1f}",
+                f"{sum(streaming.values()):.1f}",
+                f"{sum(spent['jpaged, in one piece'].values()):.1f}",
+                f"{sum(spent['bare'].values()):.1f}",
+                _source(record),
+            ]
+        )
+    return table(columns, rows, num_text=2)
+
+
+def soak_table(records: Sequence[Record]) -> str:
+    """What became of random requests."""
+    columns = ["Hardware", "Requests", "Answered", "Refused", "Come again", "Left", "Aborted", "Compared", "Preempted"]
+    columns += ["Leaked pages", "Stuck", "Faults", "Errors in the log", "Resident, MiB", "Growth, KiB"]
+    columns += ["Ended in order", "Measured"]
+    rows = []
+    for record in _soaks(records, equality=False):
+        r, outcomes = record.results, record.results["outcomes"]
+        rows.append(
+            [
+                record.device,
+                f"{r['requests']:,}",
+                *(
+                    f"{_count(outcomes, word):,}"
+                    for word in ("answered", "refused", "told", "left", "aborted", "compared")
+                ),
+                f"{r['preemptions']:,}",
+                f"{r['leaked_pages']}",
+                f"{r['stuck']}",
+                f"{r['faults']}",
+                f"{r['log_faults']}",
+                ", ".join(f"{name.rpartition('.')[2]} {mib[-1]:,.0f}" for name, mib in r["resident_mib"].items()),
+                ", ".join(f"{kib:,.0f}" for kib in r["growth_kib_per_1000_requests"].values()),
+                "yes" if r["drained_in_order"] else "no",
+                _source(record),
+            ]
+        )
+    return table(columns, rows)
+
+
+def equality_table(records: Sequence[Record]) -> str:
+    """Requests that were sent both ways."""
+    columns = ["Hardware", "Requests", "Equal", "Different", "Tokens generated", "Measured"]
+    return table(
+        columns,
+        (
+            [
+                record.device,
+                f"{record.results['requests']:,}",
+                f"{record.results['compared']:,}",
+                f"{record.results['faults']}",
+                f"{record.results['generated_tokens']:,}",
+                _source(record),
+            ]
+            for record in _soaks(records, equality=True)
+        ),
+    )
+
+
+def _soaks(records: Sequence[Record], *, equality: bool) -> list[Record]:
+    return [record for record in records if record.script == "soak_serving" and record.results["equality"] == equality]
+
+
+def _count(outcomes: Mapping[str, int], word: str) -> int:
+    return sum(count for outcome, count in outcomes.items() if outcome.startswith(word))
+
+
+def _source(record: Record) -> str:
+    return f"[{record.date}]({record.name}.json), `{record.commit}`"
+
+
+def page(records: Sequence[Record], pictures: Sequence[str]) -> str:
+    """The whole text of the page.
+
+    Args:
+      records: all that there are.
+      pictures: files beside it.
+    """
+    return _TEXT.format(
+        load=load_table(records),
+        pictures="".join(f"![{Path(name).stem}]({name})\n\n" for name in pictures),
+        host=host_table(records),
+        soak=soak_table(records),
+        equality=equality_table(records),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
+    args = parser.parse_args()
+    wanted = page(load_records(PAGE.parent), sorted(path.name for path in PAGE.parent.glob("serving-*.png")))
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(f"{'stale' if args.check else 'rewritten'}: {PAGE.relative_to(ROOT)}")
+    if not args.check:
+        PAGE.write_text(wanted, encoding="utf-8")
+    return int(args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""`jpaged serve`: what it refuses, what it decides, how it ends."""
+
+import json
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import PATIENCE_S, SMALL, started
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--max-requests", "0"), "max_requests is 0"),
+        (("--policy", "lottery"), "policy is 'lottery'"),
+        (("--warmup", "late"), "warmup is 'late'"),
+        (("--api-key", "short"), "8 to 512"),
+        (("--ssl-keyfile", "x"), "both ssl_keyfile and ssl_certfile"),
+        (("--max-num-batched-tokens", "3"), "at least max_num_seqs"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(jpaged, options, words) -> None:
+    result = jpaged("serve", "/nowhere", *options)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
+def test_keys_are_not_shown() -> None:
+    from jpaged.cli.serve import ServerOptions
+
+    config = ServerOptions(api_keys=["secret-key"], admin_keys=["secret-admin"]).config(["tiny"])
+    assert config.api_keys == ("secret-key",)
+    assert "secret" not in repr(config)
+
+
+def ask(url: str, body: dict) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return json.load(response)
+
+
+def test_serves_until_it_is_told_to_end(tiny_folder: Path) -> None:
+    options = ("--port", "0", "--warmup", "lazy", "--no-progress", "--served-model-name", "tiny")
+    with started("serve", tiny_folder, *options, *SMALL, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        told = []
+        for line in server.stderr:
+            told.append(line)
+            if line.startswith("listening at "):
+                break
+        url = told[-1].split()[-1]
+        assert any("pages" in line and "--num-pages" in line for line in told)
+        answer = ask(f"{url}/v1/completions", {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0})
+        assert answer["usage"]["completion_tokens"] == 3
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(f"{url}/v1/completions", {"prompt": "ab", "top_p": 7})
+        server.send_signal(signal.SIGTERM)
+        _, rest = server.communicate(timeout=PATIENCE_S)
+        assert server.returncode == 0, rest
+        assert '"message": "draining"' in rest
+        assert "Traceback" not in rest

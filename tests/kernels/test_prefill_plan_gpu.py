@@ -1,0 +1,88 @@
+"""The prefill kernel's work list against a simple model: every tile of every head once, the longest rows first."""
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.pallas_kernels import PagedMetadata
+from jpaged.pallas_kernels import prefill_plan_gpu as plan
+from jpaged.pallas_kernels.prefill_tuning_gpu import choose_prefill_blocks, fills_the_chip, tile_tokens
+from tests.kernels.test_gpu_plan import metadata
+
+BLOCK, PAGE, HEADS, ROWS, TOKENS = 128, 16, 3, 6, 90
+SECTION = 4000  # tokens: of all heads up to 1,333, of two up to 2,000
+
+
+@partial(jax.jit, static_argnames=("tokens", "window"))
+def _list(meta: PagedMetadata, q_lens: jax.Array, tokens: int, window: int | None) -> jax.Array:
+    return plan.make_prefill_list(
+        meta,
+        q_lens,
+        page_size=PAGE,
+        num_kv_heads=HEADS,
+        tokens=tokens,
+        sliding_window=window,
+        block_kv=BLOCK,
+        section_tokens=SECTION,
+    )
+
+
+def expected_units(meta: PagedMetadata, rows: list[int], tokens: int, window: int | None) -> list[tuple[int, ...]]:
+    """(head, token, tokens, position, row, first KV token, blocks, last page, KV tokens) in the order of the list."""
+    cu, kv_lens = np.asarray(meta.cu_q_lens), np.asarray(meta.kv_lens)
+    units = []
+    for row in sorted(rows, key=lambda row: -kv_lens[row]):
+        together = min(max(SECTION // kv_lens[row], 1), HEADS)
+        sections = [range(first, min(first + together, HEADS)) for first in range(0, HEADS, together)]
+        for heads, token in product(sections, reversed(range(cu[row], cu[row + 1], tokens))):
+            count = min(tokens, cu[row + 1] - token)
+            position = kv_lens[row] - cu[row + 1] + token
+            stop = position + count
+            start = 0 if window is None else max(position - window + 1, 0) // BLOCK * BLOCK
+            blocks = -(-(stop - start) // BLOCK)
+            units += [
+                (head, token, count, position, row, start, blocks, (stop - 1) // PAGE, kv_lens[row]) for head in heads
+            ]
+    return units
+
+
+row_lengths = st.tuples(st.one_of(st.just(1), st.integers(1, 15)), st.one_of(st.integers(0, 60), st.integers(0, 5000)))
+
+
+@settings(max_examples=40)
+@given(st.lists(row_lengths, min_size=1, max_size=ROWS), st.integers(0, ROWS), st.sampled_from([(32, None), (1, 100)]))
+def test_every_unit_once_and_in_order(lengths: list[tuple[int, int]], num_decode: int, config) -> None:
+    tokens, window = config
+    meta = metadata([q_len for q_len, _ in lengths], [q_len + before for q_len, before in lengths])
+    rows = list(range(len(lengths)))[num_decode:]
+    q_lens = jnp.where(jnp.arange(ROWS) < num_decode, 0, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1])
+    records = np.asarray(_list(meta, q_lens, tokens, window))
+    units = expected_units(meta, rows, tokens, window)
+    assert records.shape == (plan.num_units(ROWS, TOKENS, HEADS, tokens), plan.RECORD)
+    assert (records[:, plan.NUM_UNITS] == len(units)).all()
+    assert [tuple(record[: plan.NUM_UNITS]) for record in records[: len(units)].tolist()] == units
+    assert (records[len(units) :, [plan.NUM_TOKENS, plan.NUM_BLOCKS]] == 0).all()
+
+
+def test_tiles_fit_into_shared_memory_and_registers() -> None:
+    for head_dim in (64, 96, 128, 256):
+        blocks = choose_prefill_blocks(head_dim, 132)
+        queries = 64 * blocks.consumers * blocks.query_buffers
+        assert (queries + 2 * blocks.stages * blocks.block_kv) * 2 * head_dim <= 227 * 1024 - 8192
+        assert blocks.stages >= 2
+        # Scores and outputs in 32 bits, weights in 16: what a thread of a 64-row product keeps of them.
+        registers = (blocks.block_kv + head_dim) / 2 + blocks.block_kv / 4
+        assert registers <= {2: 240 - 64, 3: 160 - 32}[blocks.consumers]
+
+
+def test_a_step_is_run_by_tiles_if_there_are_enough() -> None:
+    blocks = choose_prefill_blocks(128, 132)
+    assert tile_tokens(64) == 1
+    assert fills_the_chip(1024, 4, 8, blocks)
+    assert not fills_the_chip(1024, 3, 3, blocks)
+    assert not fills_the_chip(64, 4, 8, blocks)

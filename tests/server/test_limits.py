@@ -1,0 +1,275 @@
+"""Keys, limits, clients that leave, engines that fail, and the end of the server."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.server.running import PATIENCE_S, events
+
+TEXT = {"prompt": "ab", "max_tokens": 4}
+PATH = "/v1/completions"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keyed(start):
+    with start(api_keys=["first-key", "second-key"], admin_keys=["admin-key"], max_requests_per_key=2) as server:
+        yield server
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong-key"), {"authorization": "first-key"}, {"authorization": "Basic first-key"}]
+)
+def test_without_a_key_nobody_is_served(keyed, headers) -> None:
+    for method, path in (("POST", PATH), ("POST", "/tokenize"), ("GET", "/v1/models"), ("GET", "/internal/state")):
+        response = keyed.http.request(method, path, json=TEXT if method == "POST" else None, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["type"] == "AuthenticationError"
+    for path in ("/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"):
+        assert keyed.http.get(path).status_code == 200
+
+
+def test_keys_never_share_prefixes(keyed) -> None:
+    keyed.client.seen.clear()
+    for key in ("first-key", "second-key", "admin-key"):
+        for salt in (None, "own"):
+            body = TEXT | {"cache_salt": salt}
+            assert keyed.http.post(PATH, json=body, headers=bearer(key)).status_code == 200
+    salts = [seen["cache_salt"] for seen in keyed.client.seen]
+    assert len(set(salts)) == 6
+    assert None not in salts
+    assert not any("key" in salt for salt in salts)
+    keyed.http.post(PATH, json=TEXT, headers=bearer("first-key"))
+    assert keyed.client.seen[-1]["cache_salt"] == salts[0]
+
+
+def test_nobody_sees_the_ids_of_others(keyed) -> None:
+    keyed.do(keyed.client.gate.clear)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(keyed.http.post, PATH, json=TEXT | {"request_id": "mine"}, headers=bearer("first-key"))
+        keyed.wait_until(lambda: keyed.client.num_live == 1)
+        seen = {
+            key: keyed.http.get("/internal/state", headers=bearer(key)).json()["requests"][0]["request_id"]
+            for key in ("first-key", "second-key", "admin-key")
+        }
+        keyed.do(keyed.client.gate.set)
+        assert waiting.result().status_code == 200
+    assert seen == {"first-key": "cmpl-mine", "second-key": None, "admin-key": "cmpl-mine"}
+
+
+# --- admin ------------------------------------------------------------------------------------------------------------
+def test_admin_endpoints(keyed, server) -> None:
+    paths = ("/reset_prefix_cache", "/pause", "/resume", "/abort_requests")
+    for path in paths:
+        assert server.http.post(path).status_code == 404
+        assert keyed.http.post(path).status_code == 401
+        assert keyed.http.post(path, headers=bearer("first-key")).status_code == 403
+    admin = bearer("admin-key")
+    keyed.client.seen.clear()
+    assert keyed.http.post("/reset_prefix_cache", headers=admin).status_code == 200
+    assert keyed.http.post("/pause", json={"mode": "keep", "clear_cache": False}, headers=admin).json() == {
+        "is_paused": True
+    }
+    assert keyed.http.get("/is_paused", headers=admin).json() == {"is_paused": True}
+    assert keyed.http.post("/resume", headers=admin).json() == {"is_paused": False}
+    assert keyed.client.seen == [{"reset": True}, {"pause": "keep", "clear_cache": False}]
+    response = keyed.http.post("/pause", json={"mode": "x"}, headers=admin)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "mode")
+
+
+def test_abort_by_the_id_of_the_answer(keyed) -> None:
+    admin = bearer("admin-key")
+    assert keyed.http.post("/abort_requests", json={"request_ids": ["nobody"]}, headers=admin).status_code == 404
+    keyed.do(keyed.client.gate.clear)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            body = TEXT | {"prompt": ["ab", "cd"], "request_id": "mine"}
+            waiting = pool.submit(keyed.http.post, PATH, json=body, headers=bearer("first-key"))
+            keyed.wait_until(lambda: keyed.client.num_live == 2)
+            done = keyed.http.post("/abort_requests", json={"request_ids": ["cmpl-mine"]}, headers=admin)
+            choices = waiting.result().json()["choices"]
+    finally:
+        keyed.do(keyed.client.gate.set)
+    assert done.json() == {"num_aborted": 2}
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+def test_a_key_has_its_limit(keyed) -> None:
+    response = keyed.http.post(PATH, json=TEXT | {"n": 3}, headers=bearer("first-key"))
+    assert response.status_code == 429
+    assert response.json()["error"]["type"] == "RateLimitError"
+    assert response.headers["retry-after"] == "1"
+    assert keyed.http.post(PATH, json=TEXT | {"n": 2}, headers=bearer("first-key")).status_code == 200
+
+
+def test_the_server_has_its_limit(start) -> None:
+    with start(max_requests=2, max_body_bytes=4096) as server:
+        server.do(server.client.gate.clear)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.http.post, PATH, json=TEXT | {"n": 2})
+            server.wait_until(lambda: server.client.num_live == 1)
+            response = server.http.post(PATH, json=TEXT)
+            server.do(server.client.gate.set)
+            assert waiting.result().status_code == 200
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert server.http.post(PATH, json=TEXT | {"prompt": ["a"] * 3}).status_code == 503
+        assert server.http.post(PATH, json=TEXT).status_code == 200
+        text = server.http.get("/metrics").text
+        assert 'jpaged:admission_rejections_total{reason="queue_full"} 2.0' in text
+
+        response = server.http.post(PATH, json=TEXT | {"prompt": "x" * 5000})
+        assert (response.status_code, response.json()["error"]["code"]) == (413, 413)
+        pieces = (b"x" * 1000 for _ in range(10))
+        response = server.http.post(PATH, content=pieces, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+
+
+def test_slow_bodies_and_many_large_ones(start) -> None:
+    with start(body_timeout_s=0.1, max_total_body_bytes=8192) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
+            assert b" 408 " in connection.recv(65536)
+        response = server.http.post(PATH, json=TEXT | {"prompt": "x" * 9000})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert server.http.post(PATH, json=TEXT).status_code == 200
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "cd"]])
+def test_a_client_that_leaves_ends_its_requests(server, stream, prompt) -> None:
+    server.do(server.client.gate.clear)
+    before = server.client.finished.get("abort", 0)
+    count = 1 if isinstance(prompt, str) else len(prompt)
+    body = json.dumps(TEXT | {"stream": stream, "prompt": prompt}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        server.wait_until(lambda: server.client.num_live == count)
+    server.wait_until(lambda: server.client.num_live == 0)
+    server.do(server.client.gate.set)
+    assert server.client.finished["abort"] == before + count
+
+
+# --- engines that fail ------------------------------------------------------------------------------------------------
+def test_a_failed_request(server) -> None:
+    server.client.fails_next = True
+    response = server.http.post(PATH, json=TEXT)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the model produced NaN"
+    server.client.fails_next = True
+    response = server.http.post(PATH, json=TEXT | {"stream": True})
+    assert response.status_code == 200
+    assert [event["error"]["code"] for event in events(response)] == [500]
+    assert server.http.post(PATH, json=TEXT).status_code == 200
+
+
+def test_a_failed_engine(start) -> None:
+    with start() as server:
+        server.client.failure = "a step failed"
+        response = server.http.post(PATH, json=TEXT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        events_ = events(server.http.post(PATH, json=TEXT | {"stream": True}))
+        assert events_[-1]["error"] == {
+            "message": "a step failed",
+            "type": "ServiceUnavailableError",
+            "param": None,
+            "code": 503,
+        }
+        server.client.state = "restarting"
+        for path in ("/health", "/ping", "/internal/state"):
+            assert server.http.get(path).status_code == 503
+        assert server.http.post(PATH, json=TEXT).status_code == 503
+        assert "jpaged:engine_up 0.0" in server.http.get("/metrics").text
+        server.client.state, server.client.failure = "ready", None
+        assert server.http.get("/health").status_code == 200
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+def test_what_runs_may_end_and_nothing_new_begins(start) -> None:
+    with start(drain_timeout_s=PATIENCE_S) as server, ThreadPoolExecutor(1) as pool:
+        server.do(server.client.gate.clear)
+        waiting = pool.submit(server.http.post, PATH, json=TEXT | {"stream": True})
+        server.wait_until(lambda: server.client.num_live == 1)
+        server.stop()
+        with httpx.Client(base_url=server.url, trust_env=False) as other:
+            while other.get("/health").status_code == 200:
+                time.sleep(0.001)
+            response = other.post(PATH, json=TEXT)
+        assert response.status_code == 503
+        assert "about to end" in response.json()["error"]["message"]
+        server.do(server.client.gate.set)
+        assert len(events(waiting.result())) == 4
+    assert server.client.state == "closed"
+
+
+def test_what_does_not_end_in_time_is_ended(start) -> None:
+    with start(drain_timeout_s=0) as server, ThreadPoolExecutor(1) as pool:
+        server.do(server.client.gate.clear)
+        waiting = pool.submit(server.http.post, PATH, json=TEXT)
+        server.wait_until(lambda: server.client.num_live == 1)
+        server.stop()
+        assert waiting.result().json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_port_that_is_taken_is_named(start, server) -> None:
+    from jpaged.errors import ConfigError
+
+    with (
+        pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1, port \d+: .*--port"),
+        start(port=httpx.URL(server.url).port),
+    ):
+        pass
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+def test_the_log_holds_no_prompt(server, caplog) -> None:
+    from jpaged.server.log import JsonLines
+
+    with caplog.at_level(logging.INFO, "jpaged.access"):
+        server.http.post(PATH, json={"prompt": "secret", "max_tokens": 2, "request_id": "mine"})
+        server.wait_until(lambda: bool(caplog.records))
+    (record,) = [record for record in caplog.records if record.name == "jpaged.access"]
+    line = json.loads(JsonLines().format(record))
+    assert line["request_id"] == "cmpl-mine"
+    assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["tenant"]) == (200, 6, 2, "anybody")
+    assert "secret" not in json.dumps(line)
+    assert not any(isinstance(value, list) for value in line.values())
+
+
+def test_prompts_are_logged_where_that_is_asked_for(start, caplog) -> None:
+    with caplog.at_level(logging.INFO, "jpaged.access"), start(log_prompts=True) as server:
+        server.http.post(PATH, json={"prompt": [5, 6], "max_tokens": 1})
+    (record,) = [record for record in caplog.records if record.name == "jpaged.access"]
+    assert [list(ids) for ids in record.fields["prompt_token_ids"]] == [[5, 6]]
+
+
+def test_many_at_once(server) -> None:
+    """Requests of several threads do not meet; ids that clients choose alike are kept apart."""
+    barrier = threading.Barrier(8)
+
+    def ask(number: int) -> str:
+        barrier.wait(PATIENCE_S)
+        body = {"prompt": chr(97 + number), "max_tokens": 8, "request_id": "same"}
+        return server.http.post(PATH, json=body).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(8)))
+    assert texts == [chr(97 + number) * 8 for number in range(8)]

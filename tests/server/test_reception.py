@@ -1,0 +1,109 @@
+"""Large and dangerous requests are read elsewhere, and keep nobody waiting."""
+
+import json
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jpaged.server.api_error import ApiError
+from jpaged.server.door import Door
+from jpaged.server.door_worker import DoorWorker
+from jpaged.server.parameters import Limits
+from jpaged.server.reception import LARGE_BODY_BYTES
+
+LIMITS = Limits(
+    models=("tiny",),
+    vocab_size=300,
+    max_model_len=256,
+    max_logprobs=5,
+    max_n=8,
+    max_prompts=2000,
+    trusts_templates=True,
+)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def worker(tokenizer_folder: Path):
+    worker = DoorWorker(tokenizer_folder, LIMITS, timeout_s=60)
+    yield worker
+    worker.close()
+
+
+def body(**fields) -> bytes:
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("completions", {"prompt": ["abc", "d"], "n": 2, "stop": "x", "logit_bias": {"1": 2}, "stream": True}),
+        ("chat", CHAT | {"chat_template": "{{ messages[0].content }}", "response_format": {"type": "json_object"}}),
+        ("tokenize", {"prompt": "abc"}),
+        ("detokenize", {"tokens": [100]}),
+    ],
+)
+def test_a_worker_reads_what_a_door_reads(worker, tokenizer, endpoint, fields) -> None:
+    assert worker.read(endpoint, body(**fields)) == Door(tokenizer, LIMITS).read(endpoint, body(**fields))
+
+
+def test_a_worker_refuses_what_a_door_refuses(worker) -> None:
+    with pytest.raises(ApiError) as caught:
+        worker.read("completions", body(prompt="a", top_p=7))
+    assert (caught.value.status, caught.value.param) == (400, "top_p")
+    assert caught.value.message == "top_p is 7, expected a number in (0, 1]"
+
+
+def test_a_template_that_takes_all_memory_is_stopped(worker) -> None:
+    text = "{{ 'a'.center(8000000000) }}"
+    with pytest.raises(ApiError, match=r"MemoryError|too much memory"):
+        worker.read("chat", body(**CHAT, chat_template=text))
+    assert worker.read("tokenize", body(prompt="a"))["count"] == 1
+
+
+def test_a_worker_that_takes_too_long_is_replaced(tokenizer_folder) -> None:
+    worker = DoorWorker(tokenizer_folder, LIMITS, timeout_s=0.2)
+    try:
+        loop = "{% for i in range(2000) %}{{ ('a' * 16000000).replace('a', 'b') | length }}{% endfor %}"
+        with pytest.raises(ApiError, match=r"takes longer than 0\.2 s"):
+            worker.read("chat", body(**CHAT, chat_template=loop))
+        assert worker.read("tokenize", body(prompt="a"))["count"] == 1
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_dies_is_replaced(worker) -> None:
+    assert worker.read("tokenize", body(prompt="a"))["count"] == 1
+    worker._process.kill()
+    worker._process.join()
+    assert worker.read("tokenize", body(prompt="ab"))["count"] == 2
+
+
+def test_large_bodies_go_to_the_worker(start) -> None:
+    with start() as server:
+        others = set(multiprocessing.active_children())
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        assert set(multiprocessing.active_children()) <= others
+        large = LARGE_BODY_BYTES
+        for path, field in (("/v1/completions", {"prompt": [3] * large}), ("/tokenize", {"prompt": "x" * large})):
+            response = server.http.post(path, json=field)
+            assert response.status_code == 400
+            assert "maximum context length" in response.json()["error"]["message"]
+        (worker,) = set(multiprocessing.active_children()) - others
+        assert worker.name == "door"
+    assert worker not in multiprocessing.active_children(), "it outlived the server"
+
+
+def test_a_flood_of_requests_is_served(start) -> None:
+    """1,280 prompts in 64 requests at once, and a large body beside them; health stays good."""
+    with start() as server, ThreadPoolExecutor(17) as pool:
+        large = pool.submit(server.http.post, "/v1/completions", json={"prompt": [3] * 10**6})
+        asked = [
+            pool.submit(server.http.post, "/v1/completions", json={"prompt": ["ab"] * 20, "max_tokens": 2})
+            for _ in range(64)
+        ]
+        assert all(server.http.get("/health").status_code == 200 for _ in range(20))
+        assert [one.result().status_code for one in asked] == [200] * 64
+        assert large.result().status_code == 400

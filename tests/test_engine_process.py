@@ -1,0 +1,202 @@
+"""The engine's process serves, fails, crashes, is killed, loses its client: what each side sees, and what follows."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.engine_process import EngineProcess, EngineRecipe
+from jpaged.errors import EngineFailedError, JpagedError, RequestError
+from jpaged.request import SamplingParams
+from jpaged.restarts import RestartPolicy
+from tests.client_driver import read, run, text_of, tokens_of, until
+from tests.fake_engine import modules, process_id, unpicklable
+
+FEW = SamplingParams(max_tokens=2)
+LONG = SamplingParams(max_tokens=900)
+
+
+def process(policy: RestartPolicy | None = None, **options) -> EngineProcess:
+    recipe = EngineRecipe(maker="tests.fake_engine:make", options=options)
+    return EngineProcess(recipe, restarts=policy, retry_s=0.01)
+
+
+class Elsewhere:
+    """Pickles as a function that the engine's process cannot import."""
+
+    def __reduce__(self):
+        return __import__, ("no_such_module",)
+
+    def __call__(self, engine):
+        raise AssertionError
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_it_serves_without_jax_in_either_process():
+    async def main():
+        port = process()
+        async with AsyncEngine(port) as client:
+            assert client.info.process_id == port.process_id != os.getpid()
+            streams = [await client.stream([i, 1], SamplingParams(max_tokens=i + 1)) for i in range(20)]
+            outputs = [await client.generate([i, 1], SamplingParams(max_tokens=i + 1)) for i in range(20)]
+            for stream, output in zip(streams, outputs, strict=True):
+                deltas = await read(stream)
+                assert (text_of(deltas), tuple(tokens_of(deltas))) == (output.text, output.token_ids)
+                assert stream.timing is not None
+                assert stream.timing.e2e_s < 60  # one monotonic clock serves both processes
+            with pytest.raises(RequestError, match="vocabulary"):
+                await client.stream([100], FEW)
+            assert (await client.report()).finished == {"length": 40}
+            assert len((await client.picture()).states) == 64
+            assert await client.call(process_id) == port.process_id
+            assert await client.call(modules) == []
+            with pytest.raises(JpagedError, match="cannot be sent to this process"):
+                await client.call(unpicklable)
+            with pytest.raises((AttributeError, TypeError)):
+                await client.call(lambda engine: None)  # which does not pickle
+            with pytest.raises(JpagedError, match="ModuleNotFoundError"):
+                await client.call(Elsewhere())
+            assert (await client.generate([3], FEW)).token_ids == (3, 4)
+            pid = port.process_id
+        assert port.process_id is None
+        assert is_gone(pid)
+
+    run(main())
+
+
+def test_an_engine_that_cannot_be_made_says_why():
+    async def main():
+        client = AsyncEngine(process(fails="start"))
+        with pytest.raises(EngineFailedError, match="no such model"):
+            await client.start()
+        assert (client.state, client.failure) == ("dead", "no such model")
+        await client.close()
+        client = AsyncEngine(process(nonsense=1))
+        with pytest.raises(EngineFailedError, match=r"TypeError: .*nonsense"):
+            async with client:
+                pass
+
+    run(main())
+
+
+def test_a_failed_step_restarts_the_engine_and_a_crash_the_process():
+    async def main():
+        port = process(fails="step", step_s=0.001)
+        async with AsyncEngine(port) as client:
+            first = port.process_id
+            stream = await client.stream([1], LONG)
+            with pytest.raises(EngineFailedError, match="OSError: device lost"):
+                await client.generate([66], FEW)
+            with pytest.raises(EngineFailedError, match="device lost"):
+                await read(stream)
+            await until(lambda: client.alive)
+            assert port.process_id == first
+            stream = await client.stream([1], LONG)
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(EngineFailedError, match="the engine's process ended"):
+                await read(stream)
+            assert client.state == "restarting"
+            await until(lambda: client.alive)
+            assert client.info.process_id == port.process_id != first
+            assert (await client.generate([3], FEW)).token_ids == (3, 4)
+            assert (await client.report()).num_restarts == 2
+
+    run(main())
+
+
+def test_too_many_crashes_are_final():
+    async def main():
+        async with AsyncEngine(process(RestartPolicy(max_restarts=1), fails="crash")) as client:
+            for _ in range(2):
+                await until(lambda: client.alive)
+                with pytest.raises(EngineFailedError):
+                    await client.generate([66], FEW)
+            await until(lambda: client.state == "dead")
+            assert client.failure == "the engine's process ended with status 9"
+
+    run(main())
+
+
+def test_a_step_that_hangs_counts_as_a_crash():
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"})
+        port = EngineProcess(recipe, hang_s=0.1, retry_s=0.01)
+        async with AsyncEngine(port) as client:
+            first = port.process_id
+            with pytest.raises(EngineFailedError, match=r"a step did not end within 0\.1 s"):
+                await client.generate([66], FEW)
+            await until(lambda: client.alive)
+            assert port.process_id != first
+            assert (await client.generate([3], FEW)).token_ids == (3, 4)
+
+    run(main())
+
+
+def test_a_process_that_hangs_is_killed_at_the_end():
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"})
+        port = EngineProcess(recipe, stop_s=0.2)
+        async with AsyncEngine(port) as client:
+            pid = port.process_id
+            waiting = asyncio.create_task(client.generate([66], FEW))
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineFailedError, match="was closed"):
+            await waiting
+        assert is_gone(pid)
+
+    run(main())
+
+
+def test_signals_to_the_whole_group_do_not_cut_off_what_is_drained():
+    async def main():
+        port = process(step_s=0.001)
+        async with AsyncEngine(port) as client:
+            stream = await client.stream([1], SamplingParams(max_tokens=200))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(port.process_id, number)
+            assert len(tokens_of(await read(stream))) == 200
+
+    run(main())
+
+
+ORPHAN = """
+import asyncio, os, sys
+from jpaged.async_engine import AsyncEngine
+from jpaged.engine_process import EngineProcess, EngineRecipe
+
+async def main():
+    port = EngineProcess(EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"}))
+    async with AsyncEngine(port) as client:
+        waiting = asyncio.create_task(client.generate([66]))
+        await asyncio.sleep(0.05)
+        print(port.process_id, "jax" in sys.modules, flush=True)
+        await waiting
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_with_its_client_even_in_the_middle_of_a_step():
+    client = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
+    with contextlib.closing(client.stdout):
+        pid, has_jax = client.stdout.readline().split()
+        client.kill()
+        client.wait()
+    assert has_jax == "False"
+    end = time.monotonic() + 30
+    while not is_gone(int(pid)):
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,67 @@
+"""What is counted of a request that ended, and of what it lacked."""
+
+from jpaged.request import Completion, FinishReason, Output, SamplingParams
+from jpaged.request_metrics import RequestMetrics
+from jpaged.timing import RequestTiming
+
+
+def output(reason: FinishReason, counts: tuple[int, ...], timing: RequestTiming) -> Output:
+    completions = tuple(
+        Completion(index=i, text="", token_ids=(7,) * count, finish_reason=reason) for i, count in enumerate(counts)
+    )
+    return Output(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=(1, 2, 3),
+        completions=completions,
+        finished=True,
+        num_cached_tokens=2,
+        num_preemptions=1,
+        timing=timing,
+    )
+
+
+def test_a_request_is_counted_once_in_each():
+    metrics = RequestMetrics()
+    timing = RequestTiming(arrival_s=0, scheduled_s=1, first_token_s=3, last_token_s=7, finished_s=8)
+    metrics.ended(output("stop", (5, 3), timing), SamplingParams(n=2, max_tokens=10))
+    sums = {name: snapshot.sum for name, snapshot in metrics.histograms().items() if snapshot.count == 1}
+    assert sums == {
+        "time_to_first_token_seconds": 3,
+        "request_time_per_output_token_seconds": 1,  # 4 s for the 4 tokens after the first
+        "e2e_request_latency_seconds": 8,
+        "request_queue_time_seconds": 1,
+        "request_prefill_time_seconds": 2,
+        "request_decode_time_seconds": 4,
+        "request_prompt_tokens": 3,
+        "request_generation_tokens": 8,
+        "request_params_n": 2,
+        "request_params_max_tokens": 10,
+        "request_num_preemptions": 1,
+    }
+    assert (metrics.finished, metrics.num_prompt_tokens, metrics.num_cached_tokens) == ({"stop": 1}, 3, 2)
+
+
+def test_what_there_was_not_is_not_counted():
+    metrics = RequestMetrics()
+    timing = RequestTiming(arrival_s=0, finished_s=8)
+    metrics.ended(output("abort", (0,), timing), SamplingParams(max_tokens=None))
+    lacking = {name for name, snapshot in metrics.histograms().items() if not snapshot.count}
+    assert lacking == {
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_params_max_tokens",
+        "iteration_tokens_total",
+    }
+
+
+def test_steps_and_gaps():
+    metrics = RequestMetrics()
+    metrics.step(12)
+    metrics.gap(0.004, 3)
+    histograms = metrics.histograms()
+    assert (histograms["iteration_tokens_total"].count, histograms["iteration_tokens_total"].sum) == (1, 12)
+    assert histograms["inter_token_latency_seconds"].count == 3
