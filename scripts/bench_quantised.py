@@ -1,6 +1,7 @@
 """Times decode attention over int8 and fp8 pages on a GPU, beside bfloat16 pages in the same run.
 
     python scripts/bench_quantised.py [--page-size 16]
+    python scripts/bench_quantised.py --render docs/benchmarks/h200-quantised.json     that record as a table in Markdown
 
 Times are taken as in `bench_kernels`: device time of one call, calls chained in one program, another page table each,
 over a pool far larger than the L2 cache. The pages hold normal values, quantised as `write_kv` does it. The error is
@@ -10,6 +11,7 @@ and a last line of JSON.
 
 import argparse
 import dataclasses
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.quantization import quantize
 from jpaged.pallas_kernels.reference import paged_attention_reference
 from scripts.bench_kernels import POOL_BYTES, READ_ROOF, make_metadata, make_tables, prepare_all, prepare_cell
+from scripts.markdown import table
 from scripts.report import print_json, print_table
 
 CELLS = ((8, 8192), (32, 4096), (128, 1024), (128, 4096), (256, 1024))
@@ -63,10 +66,34 @@ def largest_error(kv_pages: KVPages) -> float:
     return float(np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32)).max())
 
 
+COLUMNS = ["rows x KV tokens, pages", "us", "TB/s", "of read roof", "times bfloat16"]
+
+
+def _lines(results: list[dict]) -> list[list]:
+    return [
+        [f"{r['rows']} x {r['kv_len']}, {r['pages']}", r["us"], r["tb_per_s"], r["roofline"], r["times_bfloat16"]]
+        for r in results
+    ]
+
+
+def render(record: dict) -> str:
+    """A record of this script as Markdown."""
+    lines = [[str(x) for x in line] for line in _lines(record["results"]["decode"])]
+    columns = ["Rows x KV tokens, pages", *COLUMNS[1:]]
+    return (
+        f"{table(columns, lines)}\n\nMeasured {record['date']} on one {record['device']}, commit "
+        f"`{record['commit']}`, jax {record['versions']['jax']}, Python {record['python']}.\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode attention over int8 and fp8 pages.")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
     arguments = parser.parse_args()
+    if arguments.render:
+        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
+        return
     if jax.default_backend() != "gpu":
         sys.exit("needs a GPU; jax found none")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -98,11 +125,8 @@ def main() -> None:
         del kv_pages
     print_table(
         f"Decode, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, pages of {arguments.page_size}",
-        ["rows x KV tokens, pages", "us", "TB/s", "of read roof", "times bfloat16"],
-        [
-            [f"{r['rows']} x {r['kv_len']}, {r['pages']}", r["us"], r["tb_per_s"], r["roofline"], r["times_bfloat16"]]
-            for r in results
-        ],
+        COLUMNS,
+        _lines(results),
     )
     print_json("bench_quantised", {"decode": results, "largest_error": errors})
 

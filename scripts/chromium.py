@@ -125,9 +125,14 @@ class Chromium:
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def type(self, selector: str, text: str) -> None:
-        """Replaces what is in a field, as if it were typed."""
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
+        """Replaces what is in a field, as if it were typed.
+
+        Raises:
+          RuntimeError: the field cannot be focused: it is hidden or disabled.
+        """
+        field = f"document.querySelector({json.dumps(selector)})"
+        if not self.evaluate(f"({field}.focus(), {field}.select(), document.activeElement === {field})"):
+            raise RuntimeError(f"{selector} cannot be typed into: it is hidden or disabled")
         self._call("Input.insertText", text=text)
 
     def press(self, key: str, code: int) -> None:

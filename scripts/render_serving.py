@@ -66,7 +66,7 @@ def load_table(records: Sequence[Record]) -> str:
             kind = "streaming" if results["stream"] else "in one piece"
             rows.append(
                 [
-                    results["server_device"] or record.device,
+                    record.device if results["server_device"] in (None, "cpu") else results["server_device"],
                     f"{results['server']}, {results['model']}",
                     f"{run['requests']} of {results['lengths']}, {kind}",
                     run["load"],

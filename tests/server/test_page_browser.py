@@ -18,6 +18,7 @@ ENTER = ("Enter", 13)
 HEALTH = "document.querySelector('#health').textContent"
 ANSWER = "document.querySelector('.answers')?.innerText ?? ''"
 USED = "Number(document.querySelector('#legend .used b').textContent)"
+CELL = "document.querySelector('#cell').textContent"
 IDLE = "document.querySelector('#stop').disabled"
 
 
@@ -101,10 +102,13 @@ def test_several_answers_share_the_pages_of_their_prompt(page: Chromium) -> None
     page.click("#colours label:last-child")
     box = page.evaluate("document.querySelector('#pool').getBoundingClientRect().toJSON()")
     page.move(box["x"] + 5, box["y"] + 5)
-    assert page.wait_for("document.querySelector('#cell').textContent") == "Page 0: null"
+    page.wait_for(f"{CELL} === 'Page 0: null'")
     page.evaluate("document.querySelector('#pool').focus()")
-    page.press("ArrowRight", 39)
-    page.wait_for("/Page 1: (used|shared); held by this chat/.test(document.querySelector('#cell').textContent)")
+    state = page.evaluate("fetch('internal/state').then((answer) => answer.json())")
+    shared = state["pages"].index("2")
+    for _ in range(shared):
+        page.press("ArrowRight", 39)
+    page.wait_for(f"{CELL} === 'Page {shared}: shared; held by this chat'")
     assert page.evaluate("document.querySelectorAll('#requests .held').length") == 1
     page.click("#stop")
     page.wait_for(f"{IDLE} && document.querySelectorAll('.answers p').length === 2")

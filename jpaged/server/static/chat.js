@@ -11,6 +11,7 @@ export class Chat {
   #page;
   #messages = []; // that were said; of several answers the first
   #running = null; // the AbortController of what is being answered
+  #frame = 0; // in which the answer is to be painted, if there is one
   answerId = ""; // of the last answer, as the server knows it
 
   // `page`: the elements log, error, ask, prompt, send, stop, clear, model, system, temperature, maxTokens, answers.
@@ -57,6 +58,7 @@ export class Chat {
       error = caught;
     }
     if (this.#running === running) this.#become(null);
+    const follows = this.#isAtEnd();
     if (this.#messages !== before) return; // another conversation has begun
     if (error && error.name !== "AbortError") {
       const known = error instanceof ApiError;
@@ -69,6 +71,7 @@ export class Chat {
       turn.remove();
       if (!prompt.value) prompt.value = text;
     } else turn.end("");
+    this.#toEnd(follows);
   }
 
   async #answer(messages, turn, signal) {
@@ -78,11 +81,17 @@ export class Chat {
       const event = JSON.parse(data);
       if (event.error) throw new ApiError(sentence(event.error.message), event.error.code);
       this.answerId = event.id;
-      const follows = this.#isAtEnd();
       turn.add(event);
-      this.#toEnd(follows);
+      this.#frame ||= requestAnimationFrame(() => this.#paint(turn)); // however many events a frame has
     }
     throw new ApiError("The server closed the connection before the answer was complete.", 0);
+  }
+
+  #paint(turn) {
+    this.#frame = 0;
+    const follows = this.#isAtEnd();
+    turn.paint();
+    this.#toEnd(follows);
   }
 
   #request(messages) {

@@ -95,7 +95,7 @@ export class Pool {
       context.fillRect(x + (page - first) * width, y, width, side - gap);
     }
     if (this.#byRequest && each === 1 && this.#pages[first] === "2" && side >= 8) {
-      context.fillStyle = "#fff"; // several sequences hold it
+      context.fillStyle = getComputedStyle(this.#canvas).getPropertyValue("--panel"); // several sequences hold it
       context.beginPath();
       context.arc(x + (side - gap) / 2, y + (side - gap) / 2, side / 6, 0, 7);
       context.fill();

@@ -10,7 +10,8 @@ export class Turn {
   #firstAt = null;
   #usage = null;
   #endings = new Set();
-  #texts = [];
+  #texts = []; // of each answer
+  #nodes = []; // which show them, since the last `paint`
 
   constructor(log, said) {
     const message = document.createElement("p");
@@ -29,23 +30,32 @@ export class Turn {
 
   // Of the first answer.
   get text() {
-    return this.#texts[0]?.data ?? "";
+    return this.#texts[0] ?? "";
   }
 
-  // Takes an event of a streamed chat completion.
+  // Takes an event of a streamed chat completion; it is to be seen after the next `paint`.
   add({ choices, usage }) {
     this.#usage = usage ?? this.#usage;
     for (const { index, delta, finish_reason } of choices) {
       if (delta.content) {
         this.#firstAt ??= performance.now();
-        this.#textOf(index).appendData(delta.content);
+        while (this.#texts.length <= index) this.#texts.push("");
+        this.#texts[index] += delta.content;
       }
       if (finish_reason in REASONS) this.#endings.add(REASONS[finish_reason]);
     }
   }
 
+  paint() {
+    this.#texts.forEach((text, index) => {
+      const node = this.#nodeOf(index);
+      if (node.length < text.length) node.appendData(text.slice(node.length));
+    });
+  }
+
   // `how`: in a word, unless it came to its own end.
   end(how) {
+    this.paint();
     const seconds = (performance.now() - this.#began) / 1000;
     const facts = [...this.#endings, ...(how ? [how] : [])];
     if (this.#usage) {
@@ -61,14 +71,14 @@ export class Turn {
     this.#element.remove();
   }
 
-  #textOf(index) {
-    while (this.#texts.length <= index) {
+  #nodeOf(index) {
+    while (this.#nodes.length <= index) {
       const answer = document.createElement("p");
       const text = document.createTextNode(""); // text alone: nothing that a model writes is ever markup
       answer.append(text);
       this.#answers.append(answer);
-      this.#texts.push(text);
+      this.#nodes.push(text);
     }
-    return this.#texts[index];
+    return this.#nodes[index];
   }
 }
