@@ -31,7 +31,7 @@ import numpy as np
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, paged_attention, plan_attention
 from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.xla import AttentionOptions
-from scripts.markdown import table
+from scripts.markdown import measured, table
 from scripts.report import print_json, print_table
 
 READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
@@ -206,12 +206,7 @@ def render(record: dict) -> str:
         first = [r["times_best_peer"] for r in mine if r["page_size"] == mine[0]["page_size"]]
         parts.append(f"### {heads} query heads over {kv_heads}, head_dim {head_dim}\n\n{table(columns, rows)}")
         parts.append(f"Geometric mean at page size {mine[0]['page_size']}: {statistics.geometric_mean(first):.2f}.\n")
-    versions = record["versions"]
-    parts.append(
-        f"Measured {record['date']} on one {record['device']}, commit `{record['commit']}`, jax {versions['jax']}, "
-        f"Python {record['python']}.\n"
-    )
-    return "\n".join(parts)
+    return "\n".join([*parts, measured(record)])
 
 
 def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells, *, xla: bool) -> list[dict]:

@@ -28,7 +28,7 @@ from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, plan_attenti
 from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts.bench_kernels import POOL_BYTES, make_tables, median_us, prepare_all
-from scripts.markdown import table
+from scripts.markdown import measured, table
 from scripts.report import print_json, print_table
 
 CELLS = ((1, 4096, 4096), (8, 1024, 1024), (4, 1024, 8192), (16, 512, 2048))  # rows, new tokens and all tokens of each
@@ -173,12 +173,7 @@ _COLUMNS = [
 
 def render(record: dict) -> str:
     """A record of this script as Markdown."""
-    versions = record["versions"]
-    return (
-        table(_COLUMNS, _lines(record["results"]["prefill"]), num_text=2)
-        + f"\nMeasured {record['date']} on one {record['device']}, commit `{record['commit']}`, jax {versions['jax']}, "
-        f"Python {record['python']}.\n"
-    )
+    return f"{table(_COLUMNS, _lines(record['results']['prefill']), num_text=2)}\n{measured(record)}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Times decode attention over int8 and fp8 pages on a GPU, beside bfloat16 pages in the same run.
 
     python scripts/bench_quantised.py [--page-size 16]
-    python scripts/bench_quantised.py --render docs/benchmarks/h200-quantised.json     that record as a table in Markdown
+    python scripts/bench_quantised.py --render docs/benchmarks/h200-quantised.json     that record as Markdown
 
 Times are taken as in `bench_kernels`: device time of one call, calls chained in one program, another page table each,
 over a pool far larger than the L2 cache. The pages hold normal values, quantised as `write_kv` does it. The error is
@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.quantization import quantize
 from jpaged.pallas_kernels.reference import paged_attention_reference
 from scripts.bench_kernels import POOL_BYTES, READ_ROOF, make_metadata, make_tables, prepare_all, prepare_cell
-from scripts.markdown import table
+from scripts.markdown import measured, table
 from scripts.report import print_json, print_table
 
 CELLS = ((8, 8192), (32, 4096), (128, 1024), (128, 4096), (256, 1024))
@@ -80,10 +80,7 @@ def render(record: dict) -> str:
     """A record of this script as Markdown."""
     lines = [[str(x) for x in line] for line in _lines(record["results"]["decode"])]
     columns = ["Rows x KV tokens, pages", *COLUMNS[1:]]
-    return (
-        f"{table(columns, lines)}\n\nMeasured {record['date']} on one {record['device']}, commit "
-        f"`{record['commit']}`, jax {record['versions']['jax']}, Python {record['python']}.\n"
-    )
+    return f"{table(columns, lines)}\n{measured(record)}"
 
 
 def main() -> None:

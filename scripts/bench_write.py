@@ -26,7 +26,7 @@ from jax import lax
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, copy_pages, gather_pages, scatter_pages
 from jpaged.pallas_kernels.kv_write import write_kv_xla
 from jpaged.pallas_kernels.rope import Rope, apply_rope
-from scripts.markdown import table
+from scripts.markdown import measured, table
 from scripts.report import print_json, print_table
 
 COPY_ROOF = 4.27e12  # bytes a second, read and written, of a device-to-device copy on an H200
@@ -207,11 +207,7 @@ def render(record: dict) -> str:
         for implementation, results in record["results"]["pages"].items()
         for name, r in results.items()
     ]
-    return (
-        f"{table(COLUMNS, rows)}\n{table(['Operation', 'By', 'Pages', 'us', 'TB/s'], pages)}\n"
-        f"Measured {record['date']} on one {record['device']}, commit `{record['commit']}`, jax "
-        f"{record['versions']['jax']}, Python {record['python']}.\n"
-    )
+    return f"{table(COLUMNS, rows)}\n{table(['Operation', 'By', 'Pages', 'us', 'TB/s'], pages)}\n{measured(record)}"
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def keep_asking(url: str, number: int, stop: threading.Event) -> None:
 
 def take(page: Chromium, url: str, seconds: float, out: Path) -> dict[str, Any]:
     """Takes both pictures; returns what was to be seen on the page."""
-    page.look(width=1440, height=900)
+    page.look(width=1440, height=760)
     page.open(url)
     page.wait_for("document.querySelector('#health').textContent === 'ready'")
     page.click("summary")
@@ -94,13 +94,13 @@ def take(page: Chromium, url: str, seconds: float, out: Path) -> dict[str, Any]:
     page.press("Enter", 13)
     page.wait_for(
         "[...document.querySelectorAll('article:last-child .answers p')]"
-        ".filter((answer) => answer.textContent.length > 150).length === 2"
+        ".filter((answer) => answer.textContent.length > 100).length === 2"
         " && Number(document.querySelector('#legend .shared b').textContent) > 0",
         _PATIENCE_S,
     )
     (out / "server-chat.png").write_bytes(page.screenshot())
     page.click("#colours label:last-child")
-    page.look(width=1440, height=900, dark=True)
+    page.look(width=1440, height=760, dark=True)
     time.sleep(0.5)
     (out / "server-pool.png").write_bytes(page.screenshot("#watch"))
     seen = page.evaluate(

@@ -8,7 +8,6 @@ pages fit before it loads anything, then does what `jpaged serve` does. Several 
 --chip chooses one of the host's. Exit codes are those of `jpaged`; 2 where the model does not fit.
 """
 
-import asyncio
 import json
 import os
 import sys
@@ -203,7 +202,7 @@ def _serve(served: ServerConfig, recipe: dict[str, Any], *, own_process: bool) -
 
     tokenizer = Tokenizer.load(Path(recipe["model"]))
     set_up_logging(served.log_level)
-    asyncio.run(serve_command.serve_engine(served, recipe, tokenizer, own_process=own_process))
+    serve_command.run(serve_command.serve_engine(served, recipe, tokenizer, own_process=own_process))
 
 
 def _dry_run(model: str, asked: PlanOptions, wishes: Wishes) -> None:

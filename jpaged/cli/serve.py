@@ -4,6 +4,7 @@ import asyncio
 import gc
 import importlib.util
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -154,7 +155,17 @@ def serve(
     tokenizer = Tokenizer.load(path)
     set_up_logging(served.log_level)
     recipe = {"model": f"{path}", "dtype": engine.dtype, "config": config, "progress": progress}
-    asyncio.run(serve_engine(served, recipe, tokenizer, own_process=engine_process))
+    run(serve_engine(served, recipe, tokenizer, own_process=engine_process))
+
+
+def run(server: Coroutine[Any, Any, None]) -> None:
+    """Runs a server on uvloop where there is one, which takes half the time for an event."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(server)
 
 
 def require_extra() -> None:

@@ -105,7 +105,7 @@ class Server:
         app = Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={
+            exception_handlers={  # coroutines: Starlette runs plain functions in threads
                 ApiError: _refused,
                 HTTPException: _not_found,
                 EngineFailedError: _engine_failed,
@@ -155,7 +155,7 @@ def _reception(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer 
     return Reception(Door(tokenizer, limits), worker, foreign_templates=config.trust_request_chat_template)
 
 
-def _refused(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     # A template's own words may repeat the conversation.
     why = None if error.param == "messages" else error.message
@@ -165,20 +165,20 @@ def _refused(request: Request, error: Exception) -> Response:
     return response
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {404: "there is no such endpoint", 405: f"this endpoint does not take {request.method}"}
-    response = _refused(request, ApiError(error.status_code, messages.get(error.status_code, error.detail)))
+    response = await _refused(request, ApiError(error.status_code, messages.get(error.status_code, error.detail)))
     response.headers.update(error.headers or {})
     return response
 
 
-def _engine_failed(request: Request, error: Exception) -> Response:
-    return _refused(request, ApiError(503, str(error), retry_after_s=5))
+async def _engine_failed(request: Request, error: Exception) -> Response:
+    return await _refused(request, ApiError(503, str(error), retry_after_s=5))
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    return _refused(request, ApiError(500, "the server failed at this request"))
+async def _failed(request: Request, error: Exception) -> Response:
+    return await _refused(request, ApiError(500, "the server failed at this request"))
 
 
 class _Counted:

@@ -10,10 +10,7 @@ from scripts.chromium import Chromium, chromium, find_chromium
 from tests.server.running import Running, running
 
 PATH = find_chromium()
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(PATH is None, reason="there is no Chromium here; CHROMIUM can name one"),
-]
+pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium here; CHROMIUM can name one")
 ENTER = ("Enter", 13)
 HEALTH = "document.querySelector('#health').textContent"
 ANSWER = "document.querySelector('.answers')?.innerText ?? ''"

@@ -58,12 +58,12 @@ export class Turn {
     this.paint();
     const seconds = (performance.now() - this.#began) / 1000;
     const facts = [...this.#endings, ...(how ? [how] : [])];
+    if (this.#firstAt !== null) facts.push(`first text after ${((this.#firstAt - this.#began) / 1000).toFixed(2)} s`);
     if (this.#usage) {
       const { completion_tokens: made, prompt_tokens: asked, prompt_tokens_details: details } = this.#usage;
       facts.push(`${made} tokens in ${seconds.toFixed(1)} s, ${(made / seconds).toFixed(1)} a second`);
       facts.push(`${details?.cached_tokens ?? 0} of ${asked} prompt tokens cached`);
     }
-    if (this.#firstAt !== null) facts.splice(-1, 0, `first after ${Math.round(this.#firstAt - this.#began)} ms`);
     this.#facts.textContent = facts.join(" · ");
   }
 
