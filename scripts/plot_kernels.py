@@ -1,6 +1,8 @@
 """Draws the records of the kernels on an H200: how many times as fast as the best peer each cell is.
 
-    python scripts/plot_kernels.py     reads and writes docs/benchmarks
+    python scripts/plot_kernels.py
+
+Reads h200-kernels.json and h200-prefill.json in docs/benchmarks, and writes h200-kernels.png there. Needs matplotlib.
 """
 
 import json
