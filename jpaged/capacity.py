@@ -175,7 +175,7 @@ def plan_capacity(
       >>> from jpaged.model_shapes import model_shape
       >>> plan = plan_capacity(model_shape("llama-3-8b"), fixed_lengths(1000, 200), device_bytes=141 * 10**9)
       >>> plan.bytes_per_token, plan.num_pages, int(plan.paged.sequences), int(plan.contiguous[0].sequences)
-      (131072, 52618, 760, 701)
+      (131072, 52612, 760, 701)
     """
     kv_dtype = kv_dtype or dtype
     CacheConfig(page_size=page_size, memory_fraction=memory_fraction)  # refuses what is out of range
