@@ -234,7 +234,7 @@ class Constraints:
         started = perf_counter()
         try:
             self._fill(items)
-        except Exception as error:  # ends these sequences alone: no token is left to them
+        except BaseException as error:  # a panic of llguidance too: no token is left to these sequences, alone
             for _, state in items:
                 state.mask = np.zeros(num_mask_words(self._vocab_size), np.uint32)
                 state.error = f"the grammar failed ({error!r:.200})"

@@ -101,12 +101,16 @@ class EngineProcess:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.engine_host", f"{theirs.fileno()}"],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "jpaged.engine_host", f"{theirs.fileno()}"],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                )
+            except OSError:
+                ours.close()
+                raise
         self._gone, self._failure, self._is_ready = asyncio.Event(), None, False
         self._link = ClientLink(self._take, self._gone.set)
         await asyncio.get_running_loop().create_connection(lambda: self._link, sock=ours)  # type: ignore[arg-type]
@@ -139,7 +143,10 @@ class EngineProcess:
             self._receive([Failing(failure)])
             await asyncio.sleep(wait_s)
             wait_s *= 2
-            await self._start()
+            try:
+                await self._start()
+            except OSError as error:  # no memory, no descriptors: `_gone` is still set, so the next turn tries again
+                self._failure = f"a new process cannot be started: {error.strerror or type(error).__name__}"
 
     def _reap(self, timeout_s: float) -> str:
         """Waits for the end of the process, or kills it; says how it ended."""

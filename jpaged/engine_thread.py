@@ -43,6 +43,9 @@ class EngineThread:
                 EngineLoop(self._engine, self._commands, emit, self._restarts).run()
             except EngineFailedError as error:
                 emit([Dead(str(error))])
+            except BaseException as error:  # or the thread would end, and nobody be told
+                emit([Dead(f"the engine's thread ended at a {type(error).__name__}")])
+                raise
 
         self._thread = threading.Thread(target=run, name="jpaged-engine", daemon=True)
         self._thread.start()

@@ -25,7 +25,7 @@ from .xla_plan import XLAWork, plan_xla
 def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
     """Fills `meta.work`, the schedule of the back end that `spec` is stored for.
 
-    Call it once a step, inside jit; all layers with equal page sizes share the result.
+    Call it once a step, inside jit; all layers whose pages have an equal spec share the result.
 
     Raises:
       ValueError: the arrays' shapes do not agree.
@@ -60,7 +60,7 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
             narrow=meta.positions.shape[0] <= meta.kv_lens.shape[0],
             units=meta.kv_lens.shape[0] * spec.num_kv_heads,
         )
-        work = plan_gpu(meta, work, spec.num_pages, blocks)
+        work = plan_gpu(meta, work, spec, blocks)
     return dataclasses.replace(meta, work=work)
 
 

@@ -87,8 +87,15 @@ def paged_attention_gpu(
     options: AttentionOptions,
     with_lse: bool,
 ) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
-    """The Mosaic GPU implementation of `paged_attention`; `meta.work` must be a `GPUWork`."""
+    """The Mosaic GPU implementation of `paged_attention`; `meta.work` must be a `GPUWork`.
+
+    Raises:
+      ValueError: it was made for other pages.
+    """
     spec, window = kv_pages.spec, options.sliding_window
+    meta.work.check(spec)
+    if sinks is not None:  # a buffer of its own, as the plan's page table has: a layer's row of many may not be aligned
+        sinks = jnp.maximum(sinks, jnp.finfo(sinks.dtype).min)
     blocks = prefill_blocks(q.shape, spec, meta)
     records = make_records(q.shape, spec, meta, window)
     prefill_records = None if blocks is None else make_prefill_records(q.shape, spec, meta, window, blocks)

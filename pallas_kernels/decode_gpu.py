@@ -73,12 +73,12 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
                     slots = slice(None) if box == page_size else pl.ds(kv - column * page_size, box)
                     boxes.append((page_table[row, jnp.minimum(column, last_page)], slots))
 
-                @pl.when(step >= stages)
-                def _():
-                    for k_or_v in which:
+                for k_or_v in which:
+
+                    @pl.when(step >= stages)
+                    def _(k_or_v=k_or_v):  # of K before V is asked for: a ring of one tile must not wait for both
                         plgpu.barrier_wait(freed[k_or_v].at[ring])
 
-                for k_or_v in which:
                     for n, (page, slots) in enumerate(boxes):
                         if call.quantized and k_or_v == 0:
                             first = 2 * page_size * head + (0 if box == page_size else slots.start)

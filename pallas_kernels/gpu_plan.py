@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
+from .pages import PageSpec
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
 from .xla_plan import XLAWork
 
@@ -46,6 +47,7 @@ class GPUWork:
       counters: zeros, one a worker; a call counts finished pieces in them and leaves them zero.
       xla: the schedule of the XLA implementation, for layers that ask for it; what no layer uses, XLA drops.
       blocks: static.
+      pages: static; number, size, head_dim and bytes of a value of the pages that it was made for.
     """
 
     q_lens: Int32[Array, " S"]
@@ -53,19 +55,34 @@ class GPUWork:
     counters: Int32[Array, " W"]
     xla: XLAWork
     blocks: GPUBlocks = field(metadata={"static": True})
+    pages: tuple[int, int, int, int] = field(metadata={"static": True})
+
+    def check(self, spec: PageSpec) -> None:
+        """Raises ValueError if it was not made for such pages."""
+        if self.pages != pages_of(spec):
+            raise ValueError(
+                f"meta.work was made for pages of (number, size, head_dim, bytes of a value) {self.pages}, expected "
+                f"{pages_of(spec)}; call plan_attention with the spec of these pages"
+            )
 
 
-def plan_gpu(meta: PagedMetadata, xla: XLAWork, num_pages: int, blocks: GPUBlocks) -> GPUWork:
+def pages_of(spec: PageSpec) -> tuple[int, int, int, int]:
+    """What of the pages a plan depends on."""
+    return spec.num_pages, spec.page_size, spec.head_dim, spec.dtype.itemsize
+
+
+def plan_gpu(meta: PagedMetadata, xla: XLAWork, spec: PageSpec, blocks: GPUBlocks) -> GPUWork:
     """The part of the plan that all layers share."""
     live = jnp.arange(meta.kv_lens.shape[0], dtype=jnp.int32) < meta.num_seqs
     return GPUWork(
         q_lens=jnp.where(live, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0),
         # A table that is computed has a buffer of its own. A slice of the step's packed metadata would be handed to the
         # kernel where it lies, and Mosaic GPU refuses what is not aligned to 256 bytes.
-        page_table=jnp.clip(meta.page_table, 0, num_pages - 1),
+        page_table=jnp.clip(meta.page_table, 0, spec.num_pages - 1),
         counters=jnp.zeros(blocks.num_workers, jnp.int32),
         xla=xla,
         blocks=blocks,
+        pages=pages_of(spec),
     )
 
 

@@ -22,6 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .rope import Rope, apply_rope
@@ -197,15 +198,16 @@ def rotate_and_write_gpu(
     """
     if rope is None:
         return q, write_kv_gpu(k, v, kv_pages, meta, interpret=interpret)
-    if rope.cos.shape[1] % 2:  # a thread moves an even number of values
+    # A thread moves an even number of values; and one token is XLA's, see `write_kv_gpu`.
+    if rope.cos.shape[1] % 2 or k.shape[0] == 1:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         return q, write_kv_gpu(k, v, kv_pages, meta, interpret=interpret)
     tokens, heads, kv_heads = q.shape[0], Heads(q.shape[1]), Heads(kv_pages.spec.num_kv_heads)
     with jax.named_scope("rope_and_write_kv"):
         rotated, data, scales = write(
             *(x.reshape(tokens, -1) for x in (q, k, v)),
-            rope.cos,
-            rope.sin,
+            rope.cos.astype(jnp.float32),
+            rope.sin.astype(jnp.float32),
             meta.slot_mapping,
             kv_pages.data,
             kv_pages.scales,
@@ -224,7 +226,13 @@ def write_kv_gpu(
     *,
     interpret: Any = None,
 ) -> KVPages:
-    """The Mosaic GPU implementation of `write_kv`: `rotate_and_write_gpu` without a q and a rope."""
+    """The Mosaic GPU implementation of `write_kv`: `rotate_and_write_gpu` without a q and a rope.
+
+    One token is left to XLA, which takes as long for it. Its k and v are slices of a projection that lie in one piece,
+    and so might be handed over where they lie, aligned to less than the 256 bytes that Mosaic asks.
+    """
+    if k.shape[0] == 1:
+        return write_kv_xla(k, v, kv_pages, meta)
     heads = Heads(kv_pages.spec.num_kv_heads)
     with jax.named_scope("write_kv"):
         _, data, scales = write(

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -41,6 +42,9 @@ def replace_pages_gpu(pool: Array, page_ids: Int32[Array, " n"], pages: Array, *
       'it takes pages of a multiple of 128 values; these have 3'
     """
     num_pages, values = pool.shape[0], math.prod(pool.shape[1:])
+    if not page_ids.shape[0]:
+        return pool
+    page_ids = jnp.clip(page_ids, -1, num_pages)  # computed, so in a buffer of its own: a slice may not be aligned
     width = _MOVE // pool.dtype.itemsize
     part = math.gcd(values, _THREADS * width * _AT_ONCE)
     layout = plgpu.Layout.WG_STRIDED((part,), vec_size=math.gcd(part // _THREADS, width))

@@ -119,7 +119,7 @@ def test_each_request_is_answered_once(turns):
 def check_request(command: Add, events: list[Any]) -> None:
     number, token, most = command.number, command.prompt[0], command.params.max_tokens or 0
     about = [event for event in events if getattr(event, "number", None) == number]
-    if token >= 100:
+    if token >= 100 or token == 13:  # out of the vocabulary, and the fake's internal error
         assert [type(event) for event in about] == [Refused]
         return
     kinds = [type(event) for event in about]

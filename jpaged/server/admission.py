@@ -48,6 +48,16 @@ class Admission:
         finally:
             place.leave()
 
+    def check(self, count: int) -> None:
+        """Refuses a request of so many sequences if it is too large whatever else is served: to try again is of no use.
+
+        Raises:
+          ApiError: 400.
+        """
+        limits = [limit for limit in (self._max_per_key, self._max_requests) if limit is not None]
+        if count > min(limits):
+            raise ApiError(400, f"the request asks for {count} answers at once, expected at most {min(limits)}")
+
     def take(self, tenant: Tenant, count: int) -> None:
         """Counts `count` more sequences.
 
@@ -99,6 +109,7 @@ class Place:
         Raises:
           ApiError: they are too many.
         """
+        self._admission.check(count)
         self._admission.take(self._tenant, count - self._count)
         self._count = count
 

@@ -44,7 +44,7 @@ class ApiError(Exception):
         super().__init__(status, message, param, retry_after_s)  # all of them: it crosses between processes
         self.status = status
         self.message = sanitised(message)
-        self.param = param
+        self.param = None if param is None else sanitised(param)[:MAX_VALUE_CHARACTERS]
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:

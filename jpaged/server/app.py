@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged.engine_client import EngineClient
-from jpaged.errors import EngineFailedError
+from jpaged.errors import EngineFailedError, JpagedError, RequestError
 from jpaged.server.admin_routes import admin_routes
 from jpaged.server.admission import Admission
 from jpaged.server.api_error import ApiError
@@ -99,7 +99,8 @@ class Server:
                     CORSMiddleware,
                     allow_origins=list(config.allowed_origins),
                     allow_methods=["GET", "POST"],
-                    allow_headers=["authorization", "content-type", "x-request-id"],
+                    allow_headers=["*"],  # OpenAI's client in a browser sends some of its own
+                    expose_headers=["retry-after", "x-request-id"],
                 )
             )
         app = Starlette(
@@ -109,6 +110,9 @@ class Server:
                 ApiError: _refused,
                 HTTPException: _not_found,
                 EngineFailedError: _engine_failed,
+                RequestError: _engine_refused,
+                JpagedError: _engine_refused,
+                ClientLeftError: _client_left,
                 Exception: _failed,
             },
         )
@@ -175,6 +179,14 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _engine_failed(request: Request, error: Exception) -> Response:
     return await _refused(request, ApiError(503, str(error), retry_after_s=5))
+
+
+async def _engine_refused(request: Request, error: Exception) -> Response:
+    return await _refused(request, ApiError(400 if isinstance(error, RequestError) else 500, str(error)))
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads; the log and the metrics do
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -24,6 +24,10 @@ from jpaged.server.parameters import (
 from jpaged.server.sampling import sampling_params
 from jpaged.tokenizer import Tokenizer
 
+# Tokens of prompts times likeliest tokens of each: what an answer may hold, and what may be written between two events.
+_MAX_ENTRIES = 500_000
+_MAX_STREAMED_ENTRIES = 50_000
+
 
 class Door:
     """Reads requests. Safe to use from threads.
@@ -127,6 +131,17 @@ class Door:
             raise ApiError(
                 400, "prompt_logprobs cannot stream; with echo, logprobs has the prompt's too", param="prompt_logprobs"
             )
+        if params.prompt_logprobs is not None:
+            copies = params.n if echo else 1
+            entries = sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1) * copies
+            limit = _MAX_STREAMED_ENTRIES if values["stream"] else _MAX_ENTRIES
+            if entries > limit:
+                raise ApiError(
+                    400,
+                    f"the log-probabilities of the prompts would be {entries} entries, expected at most {limit}; send "
+                    "fewer prompts at once, or ask for fewer likeliest tokens",
+                    param="prompt_logprobs" if values["prompt_logprobs"] is not None else "logprobs",
+                )
         options = options or {}
         return GenerationRequest(
             endpoint=endpoint,

@@ -40,8 +40,8 @@ class DoorWorker:
         Raises:
           ApiError: 400: it is refused, or takes too long; 503: the process ended.
         """
-        link = self._started()
         try:
+            link = self._started()
             link.send(endpoint)
             link.send_bytes(body)
             if not link.poll(self._timeout_s):
@@ -91,7 +91,8 @@ def _serve(link: Connection, tokenizer_path: Path, limits: Limits) -> None:
     from jpaged.server.door import Door
     from jpaged.tokenizer import Tokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process last
+    for name in (signal.SIGINT, signal.SIGTERM):  # they are for the server, which ends this process last
+        signal.signal(name, signal.SIG_IGN)
     try:
         door = Door(Tokenizer.load(tokenizer_path), limits)
         _limit_memory()

@@ -1,5 +1,6 @@
 """The GPU kernel's work list against a simple model: every block of every unit once, in order, in equal shares."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
 from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, fit_stages, shape_objection
+from jpaged.pallas_kernels.xla_plan import plan_xla
 
 BLOCK, PAGE, HEADS, WORKERS = 64, 16, 3, 24
 ROWS, TOKENS = 6, 90
@@ -191,3 +193,14 @@ def test_shapes_are_refused_by_name(change, num_heads, q_dtype, reason) -> None:
     )
     objection = shape_objection(spec, num_heads, q_dtype)
     assert objection is None if reason is None else reason in objection
+
+
+def test_a_plan_is_for_the_pages_it_was_made_for() -> None:
+    spec = PageSpec(64, 16, 2, 128, jnp.bfloat16, "mosaic_gpu")
+    meta = metadata([1], [9])
+    blocks = choose_gpu_blocks(128, 132)
+    work = plan.plan_gpu(meta, plan_xla(meta, 16, "gpu"), spec, blocks)
+    work.check(dataclasses.replace(spec, num_kv_heads=4))
+    for change in ({"head_dim": 96}, {"dtype": "int8"}, {"page_size": 32}, {"num_pages": 65}):
+        with pytest.raises(ValueError, match="call plan_attention with the spec of these pages"):
+            work.check(dataclasses.replace(spec, **change))

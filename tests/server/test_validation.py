@@ -119,6 +119,21 @@ def test_refusals(server, path, fields, param, words) -> None:
     assert server.client.seen == []
 
 
+def test_names_that_are_no_text_are_refused_like_others(server) -> None:
+    response = server.http.post(
+        COMPLETIONS, content=json.dumps(TEXT | {"\ud800": 1}), headers={"content-type": "application/json"}
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "\ufffd")
+
+
+def test_logprobs_of_prompts_are_bounded(server) -> None:
+    body = TEXT | {"prompt": [[1] * 90] * 100, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": True}
+    response = server.http.post(COMPLETIONS, json=body)
+    assert response.status_code == 400, response.text
+    assert "54000 entries, expected at most 50000" in response.json()["error"]["message"]
+    assert server.client.seen == []
+
+
 def test_harmless_fields_are_taken(server) -> None:
     from jpaged.server.parameters import IGNORED
 
