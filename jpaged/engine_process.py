@@ -146,6 +146,7 @@ class EngineProcess:
             try:
                 await self._start()
             except OSError as error:  # no memory, no descriptors: `_gone` is still set, so the next turn tries again
+                self._is_ready = False  # that was the last process; the pause goes on doubling
                 self._failure = f"a new process cannot be started: {error.strerror or type(error).__name__}"
 
     def _reap(self, timeout_s: float) -> str:

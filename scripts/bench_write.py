@@ -11,9 +11,7 @@ tables and a last line of JSON.
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +24,7 @@ from jax import lax
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, copy_pages, gather_pages, scatter_pages
 from jpaged.pallas_kernels.kv_write import write_kv_xla
 from jpaged.pallas_kernels.rope import Rope, apply_rope
+from scripts.bench_kernels import POOL_BYTES, replay
 from scripts.markdown import measured, table
 from scripts.report import print_json, print_table
 
@@ -44,7 +43,6 @@ QUICK = [
     (MODELS[0], "int8", FEW_TOKENS),
     (MODELS[1], "bfloat16", FEW_TOKENS),
 ]
-POOL_BYTES = 3 * 2**30
 PAGE_SIZE = 16
 SLOTS = 4  # slot mappings that calls use in turn
 
@@ -68,21 +66,6 @@ def bytes_moved(spec: PageSpec, num_heads: int, tokens: int) -> int:
     new = tokens * spec.head_dim * 2
     pages = tokens * spec.num_kv_heads * 2 * (spec.head_dim * spec.dtype.itemsize + 4 * spec.quantized)
     return 2 * new * num_heads + 2 * new * spec.num_kv_heads + pages + tokens * spec.head_dim * 4
-
-
-def median_us(step, state, arguments, calls: int, replays: int, batches: int = 5):
-    """Microseconds a call, and the state; it is donated and comes back, so that no buffer moves between replays."""
-    for _ in range(4):
-        state = step(state, *arguments)
-    jax.block_until_ready(state)
-    times = []
-    for _ in range(batches):
-        start = time.perf_counter()
-        for _ in range(replays):
-            state = step(state, *arguments)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - start) / replays / calls * 1e6)
-    return statistics.median(times), state
 
 
 def xla(q, k, v, kv_pages, meta, rope):
@@ -116,7 +99,7 @@ def time_layer(op, kv_pages: KVPages, num_heads: int, tokens: int, calls: int, r
         return q, k, v, kv_pages
 
     step = jax.jit(layers, donate_argnums=0)
-    us, state = median_us(step, (q, k, v, kv_pages), (list(jnp.asarray(slots, jnp.int32)), rope), calls, replays)
+    us, state = replay(step, (q, k, v, kv_pages), (list(jnp.asarray(slots, jnp.int32)), rope), calls, replays)
     return us, state[3]
 
 
@@ -175,7 +158,7 @@ def bench_pages(implementation: str, count: int = 64) -> dict:
     state = (kv_pages, *jax.jit(gather_pages)(kv_pages, src[0]))
     ids = list(src), list(dst)
     for name, op in (("copy_pages", copies), ("gather_pages", gathers), ("scatter_pages", scatters)):
-        us, state = median_us(jax.jit(op, donate_argnums=0), state, ids, calls, 10)
+        us, state = replay(jax.jit(op, donate_argnums=0), state, ids, calls, 10)
         results[name] = {"pages": count, "us": round(us, 2), "tb_per_s": round(moved / us / 1e6, 2)}
         print(implementation, name, results[name], flush=True)
     return results

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -128,6 +129,29 @@ def test_too_many_crashes_are_final():
             assert client.failure == "the engine's process ended with status 9"
 
     run(main())
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_ever_later_and_then_final(monkeypatch):
+    waits = []
+
+    def no_more(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main():
+        port = process(RestartPolicy(max_restarts=3))
+        engine = AsyncEngine(port)
+        async with engine:
+            nap = asyncio.sleep
+            monkeypatch.setattr(subprocess, "Popen", no_more)
+            monkeypatch.setattr("jpaged.engine_process.asyncio.sleep", lambda s: waits.append(s) or nap(0))
+            os.kill(port.process_id, signal.SIGKILL)
+            await asyncio.wait_for(asyncio.shield(port._watcher), 20)
+            with pytest.raises(EngineFailedError, match="cannot be started: Too many open files"):
+                await engine.report()
+            monkeypatch.undo()
+
+    run(main())
+    assert waits == [0.01, 0.02, 0.04]
 
 
 def test_a_step_that_hangs_counts_as_a_crash():
