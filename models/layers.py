@@ -14,10 +14,8 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jpaged.models.config import LlamaConfig
+from jpaged.models.linear import Linear
 from jpaged.pallas_kernels import Rope
-
-# The standard deviation of fresh weights, as in the Llama family.
-INIT_SCALE = 0.02
 
 # (q, k, v) -> (out, the layer's pages or None)
 Attend = Callable[[Array, Array, Array], tuple[Any, Any]]
@@ -75,18 +73,6 @@ class RMSNorm(nnx.Module):
         return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-class Linear(nnx.Module):
-    """x @ kernel (+ bias); kernel [in, out]."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.kernel = nnx.Param(normal(rngs, (inputs, outputs), dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
-
-    def __call__(self, x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
-        y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
-
-
 class Attention(nnx.Module):
     """Projections of grouped-query attention; how heads attend is handed in, so pages and training share them.
 
@@ -140,8 +126,3 @@ class Block(nnx.Module):
         out, kv_pages = self.attention(self.attention_norm(x), attend)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), kv_pages
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Fresh weights."""
-    return (INIT_SCALE * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

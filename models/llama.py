@@ -6,7 +6,8 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from jpaged.models.config import LlamaConfig
-from jpaged.models.layers import Block, Linear, RMSNorm, normal, rotary_angles
+from jpaged.models.layers import Block, RMSNorm, rotary_angles
+from jpaged.models.linear import Linear, normal
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, apply_rope, attend_and_write, plan_attention
 
 
