@@ -3,11 +3,9 @@
 All that a step needs to be told goes over in one transfer. The array holds, for a step of shape (T, S, P):
 
     field         length    meaning
-    tokens        T         token ids; -1 - entry means "the token that state entry sampled last" (still on the device)
+    tokens        T         token ids; -1 - entry means "the token that was sampled last for this state entry"
     positions     T         position of each token in its sequence
     slots         T         slot_mapping: page * page_size + offset
-    count_entry   T         state entry whose penalty counts the token enters; the null entry if none
-    is_output     T         1 if the token is output, 0 if prompt
     next_tokens   T         the token that follows, for prompt log-probabilities; 0 where unknown
     page_table    S * P     page ids, null page in every hole
     kv_lens       S
@@ -17,8 +15,9 @@ All that a step needs to be told goes over in one transfer. The array holds, for
     sampling      F * S     sampling parameters, floats by their bits (`sampling_rows`)
 """
 
+from collections import deque
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Final, no_type_check
 
 import jax
 import numpy as np
@@ -30,11 +29,15 @@ from jpaged.sampling_rows import (
     NUM_SAMPLING_FIELDS,
     SamplingRow,
     SamplingRows,
+    sampling_field,
     sampling_fields,
     unpack_sampling_rows,
 )
 from jpaged.sequence import Sequence
-from jpaged.step_plan import PlannedRow, StepPlan
+from jpaged.step_plan import StepPlan
+
+MAX_IN_FLIGHT: Final = 4  # steps that were packed and have not ended, the one being packed included
+_POSITION, _SAMPLES, _BANS_STOPS = map(sampling_field, ("position", "samples", "bans_stops"))
 
 
 def _layout(shape: StepShape) -> dict[str, slice]:
@@ -44,8 +47,6 @@ def _layout(shape: StepShape) -> dict[str, slice]:
         "tokens": t,
         "positions": t,
         "slots": t,
-        "count_entry": t,
-        "is_output": t,
         "next_tokens": t,
         "page_table": s * p,
         "kv_lens": s,
@@ -73,9 +74,7 @@ class StepInputs:
     """What one step is told, on the device.
 
     Attributes:
-      tokens: ids, or -1 - entry for a token that is still on the device.
-      count_entry: state entry that counts the token (the null entry if none does).
-      is_output: the token is output, not prompt.
+      tokens: ids, or -1 - entry for the token that was sampled last for a state entry, which the device remembers.
       next_tokens: for prompt log-probabilities.
       source: index in [0, T) of the token that each row samples after: its last one, or, for a sequence that was just
         forked, that of its parent; 0 for padding rows.
@@ -85,8 +84,6 @@ class StepInputs:
     """
 
     tokens: Int32[Array, " T"]
-    count_entry: Int32[Array, " T"]
-    is_output: Bool[Array, " T"]
     next_tokens: Int32[Array, " T"]
     source: Int32[Array, " S"]
     meta: PagedMetadata
@@ -100,8 +97,6 @@ def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
     num_decode, num_seqs, wants_prompt_logprobs = field["scalars"]
     return StepInputs(
         tokens=field["tokens"],
-        count_entry=field["count_entry"],
-        is_output=field["is_output"] != 0,
         next_tokens=field["next_tokens"],
         source=field["sources"],
         meta=PagedMetadata(
@@ -118,8 +113,22 @@ def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
     )
 
 
+class _Buffer:
+    """One packed array, and a view of each field."""
+
+    def __init__(self, shape: StepShape) -> None:
+        layout = _layout(shape)
+        self.packed = np.zeros(packed_size(shape), np.int32)
+        self.entries = np.zeros(shape.num_rows, np.int64)
+        self.field = {name: self.packed[where] for name, where in layout.items()}
+        self.page_table = self.field["page_table"].reshape(shape.num_rows, shape.pages_per_row)
+        self.sampling = self.field["sampling"].reshape(NUM_SAMPLING_FIELDS, shape.num_rows)
+        self.of_tokens = self.packed[: layout["page_table"].start]
+        self.of_rows = self.packed[layout["page_table"].stop : layout["sampling"].start]
+
+
 class BatchPacker:
-    """Packs plans. Keeps the page tables of running sequences as one array, so that a step copies rows, not lists.
+    """Packs plans. Keeps what it was told of running sequences by state index, so that a row is a column of an array.
 
     Args:
       shapes: the shapes that a step may have, ascending.
@@ -131,14 +140,19 @@ class BatchPacker:
         self._shapes = shapes
         self._page_size = page_size
         self._null_entry = max_num_seqs
-        self._page_table = np.zeros((max_num_seqs, max(s.pages_per_row for s in shapes)), np.int32)
-        # Whose pages, and which version of them, the entry's row of the table holds, and how many of them.
-        self._owner: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
-        self._filled = [0] * max_num_seqs
+        # By state entry, the null entry, which stands for padding, included. Of which version of a sequence's pages, of
+        # which of its runs, and of how many pages the rest is known:
+        self._known = np.full((max_num_seqs + 1, 3), -1, np.int64)
+        self._page_table = np.zeros((max_num_seqs + 1, max(s.pages_per_row for s in shapes)), np.int32)
+        self._sampling = np.repeat(sampling_fields([], 1, max_num_seqs), max_num_seqs + 1, axis=1)
+        self._ban_ends = np.zeros(max_num_seqs + 1, np.int64)  # where the output is as long as min_tokens
+        self._wants_prompt = np.zeros(max_num_seqs + 1, bool)
+        self._any_bans = self._any_wants_prompt = False
+        self._buffers: dict[StepShape, deque[_Buffer]] = {}
 
-    def shape_for(self, plan: StepPlan) -> StepShape:
-        """The smallest shape that holds the plan."""
-        pages = max(len(seq.pages) for seq in plan.seqs)
+    def _shape_for(self, plan: StepPlan, longest: int) -> StepShape:
+        """The smallest shape that holds the plan, whose longest row has so many KV tokens."""
+        pages = -(-longest // self._page_size)
         for shape in self._shapes:
             if shape.num_tokens >= plan.num_tokens and shape.num_rows >= plan.num_seqs and shape.pages_per_row >= pages:
                 return shape
@@ -148,81 +162,130 @@ class BatchPacker:
         )
 
     def pack(self, plan: StepPlan) -> tuple[Int32[np.ndarray, " W"], StepShape]:
-        """The packed array of a plan, padded to its shape."""
-        shape = self.shape_for(plan)
-        packed = np.zeros(packed_size(shape), np.int32)
-        view = {name: packed[where] for name, where in _layout(shape).items()}
-        seqs = plan.seqs
-        num_seqs, num_tokens = len(seqs), plan.num_tokens
-        q_lens = np.array(plan.q_lens, np.int32)
-        starts = np.array(plan.starts, np.int32)
-        entries = np.array([state_index(seq) for seq in seqs], np.int32)
-        ends = np.cumsum(q_lens, dtype=np.int32)
-        num_rows = num_seqs - int((q_lens == 0).sum())  # forks stand last; attention does not see them
+        """The packed array of a plan, padded to its shape.
 
-        # Token i of the step is token i - (its row's first token) of that row.
-        first = np.repeat(ends - q_lens, q_lens)
-        positions = np.repeat(starts, q_lens) + np.arange(num_tokens, dtype=np.int32) - first
-        entry_of_token = np.repeat(entries, q_lens)
-        self._refresh_page_table(seqs)
-        pages = self._page_table[entry_of_token, positions // self._page_size]
+        New memory of this size would cost more than filling it, so arrays come again: one is written anew by the
+        `MAX_IN_FLIGHT`-th call after it, by when its step must have read it.
+        """
+        entries, starts, q_lens = plan.entries, plan.starts, plan.q_lens
+        kv_lens = starts + q_lens
+        shape = self._shape_for(plan, int(kv_lens.max()))
+        buffer = self._next_buffer(shape)
+        field, num_seqs, num_tokens = buffer.field, plan.num_seqs, plan.num_tokens
+        self._learn(plan, kv_lens)
+        buffer.of_tokens.fill(0)
+        buffer.of_rows.fill(0)
 
-        view["tokens"][:num_tokens] = self._tokens(plan)
-        view["positions"][:num_tokens] = positions
-        view["slots"][:num_tokens] = pages * self._page_size + positions % self._page_size
-        table = view["page_table"].reshape(shape.num_rows, -1)
-        table[:num_rows] = self._page_table[entries[:num_rows], : shape.pages_per_row]
-        view["kv_lens"][:num_rows] = (starts + q_lens)[:num_rows]
-        view["cu_q_lens"][1 : num_seqs + 1] = ends
-        view["cu_q_lens"][num_seqs + 1 :] = num_tokens
-        view["sources"][:num_seqs] = ends[plan.sources] - 1
-        wants_prompt_logprobs = self._next_tokens(plan, view["next_tokens"])
-        view["scalars"][:] = plan.num_decode, num_rows, wants_prompt_logprobs
+        num_rows = num_seqs
+        if plan.num_decode == num_seqs:
+            positions, entry_of_token, ends, sources = starts, entries, plan.sources + 1, plan.sources
+        else:
+            ends = np.cumsum(q_lens)
+            sources = ends[plan.sources] - 1
+            num_rows -= num_seqs - int(np.count_nonzero(q_lens))  # forks stand last; attention does not see them
+            # Token i of the step is token i - (its row's first token) of that row.
+            positions = np.repeat(starts - ends + q_lens, q_lens) + np.arange(num_tokens)
+            entry_of_token = np.repeat(entries, q_lens)
+        page_index, offset = np.divmod(positions, self._page_size)
+        slots = self._page_table[entry_of_token, page_index] * self._page_size
+        slots += offset
 
-        counted = np.array([seq.request.params.uses_penalties for seq in seqs])
-        view["count_entry"][:] = self._null_entry
-        if counted.any():
-            view["count_entry"][:num_tokens] = np.where(np.repeat(counted, q_lens), entry_of_token, self._null_entry)
-            prompt_lens = np.array([seq.num_prompt_tokens for seq in seqs], np.int32)
-            view["is_output"][:num_tokens] = positions >= np.repeat(prompt_lens, q_lens)
-        sampling = sampling_fields(list(map(_sampling_row, plan.rows)), shape.num_rows, self._null_entry)
-        view["sampling"].reshape(NUM_SAMPLING_FIELDS, shape.num_rows)[:] = sampling
-        return packed, shape
+        self._write_tokens(plan, ends, field["tokens"])
+        field["positions"][:num_tokens] = positions
+        field["slots"][:num_tokens] = slots
+        padded = buffer.entries
+        padded.fill(self._null_entry)
+        padded[:num_rows] = entries[:num_rows]
+        if shape.pages_per_row == self._page_table.shape[1]:
+            np.take(self._page_table, padded, axis=0, out=buffer.page_table, mode="clip")
+        else:
+            buffer.page_table[:] = self._page_table[padded, : shape.pages_per_row]
+        field["kv_lens"][:num_rows] = kv_lens[:num_rows]
+        cu_q_lens = field["cu_q_lens"]
+        cu_q_lens[1 : num_seqs + 1] = ends
+        cu_q_lens[num_seqs + 1 :] = num_tokens
+        field["sources"][:num_seqs] = sources
+        scalars = field["scalars"]
+        scalars[0], scalars[1] = plan.num_decode, num_rows
+        if self._any_wants_prompt and self._wants_prompt[entries].any():
+            scalars[2] = self._write_next_tokens(plan, field["next_tokens"])
+        padded[:num_seqs] = entries
+        sampling = np.take(self._sampling, padded, axis=1, out=buffer.sampling, mode="clip")
+        sampling[_POSITION, :num_seqs] = kv_lens
+        sampling[_SAMPLES, :num_seqs] = plan.samples
+        if self._any_bans:
+            sampling[_BANS_STOPS, :num_seqs] = kv_lens < self._ban_ends[entries]
+        return buffer.packed, shape
 
-    def _refresh_page_table(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            entry = state_index(seq)
-            owner = self._owner[entry]
-            if owner is None or owner[0] is not seq or owner[1] != seq.pages_version:
-                self._owner[entry] = (seq, seq.pages_version)
-                self._filled[entry] = 0
-                self._page_table[entry] = 0
-            filled = self._filled[entry]
-            if filled != len(seq.pages):
-                self._page_table[entry, filled : len(seq.pages)] = seq.pages[filled:]
-                self._filled[entry] = len(seq.pages)
+    def _next_buffer(self, shape: StepShape) -> _Buffer:
+        buffers = self._buffers.setdefault(shape, deque())
+        if len(buffers) < MAX_IN_FLIGHT:
+            buffers.append(_Buffer(shape))
+        else:
+            buffers.rotate(-1)
+        return buffers[-1]
+
+    def _learn(self, plan: StepPlan, kv_lens: np.ndarray) -> None:
+        """Brings what is known of the rows' sequences up to date."""
+        entries, num_pages = plan.entries, -(-kv_lens // self._page_size)
+        known = self._known.take(entries, axis=0)
+        changed = known[:, :2] != plan.versions
+        if np.count_nonzero(changed):
+            for row in np.flatnonzero(changed[:, 1]).tolist():
+                self._begin(plan.seqs[row], int(entries[row]))
+            replaced = entries[changed.any(axis=1)]
+            self._page_table[replaced] = 0
+            self._known[replaced, 2] = 0
+            self._known[entries, :2] = plan.versions
+            known = self._known.take(entries, axis=0)
+        grown = known[:, 2] < num_pages
+        if np.count_nonzero(grown):
+            rows = np.flatnonzero(grown)
+            starts, ends = known[rows, 2], num_pages[rows]
+            if (ends - starts == 1).all():
+                pages = [plan.seqs[row].pages[at] for row, at in zip(rows.tolist(), starts.tolist(), strict=True)]
+                self._page_table[entries[rows], starts] = pages
+            else:
+                for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+                    self._page_table[entries[row], start:end] = plan.seqs[row].pages[start:end]
+            self._known[entries[rows], 2] = ends
+
+    def _begin(self, seq: Sequence, entry: int) -> None:
+        """What does not change while a sequence runs."""
+        params, num_prompt, num_top = seq.request.params, seq.num_prompt_tokens, num_logprobs(seq)
+        row = SamplingRow(params, seq.seed, entry, 0, samples=False, num_output_tokens=0, num_logprobs=num_top)
+        self._sampling[:, entry] = sampling_fields([row], 1, self._null_entry)[:, 0]
+        bans = params.min_tokens > 0 and params.structured is None
+        self._ban_ends[entry] = num_prompt + params.min_tokens if bans else 0
+        self._wants_prompt[entry] = params.prompt_logprobs is not None
+        self._any_bans, self._any_wants_prompt = bool(self._ban_ends.any()), bool(self._wants_prompt.any())
+
+    def _write_tokens(self, plan: StepPlan, ends: np.ndarray, out: np.ndarray) -> None:
+        """Tokens that a sequence began to run with, and the entries of those that were sampled since."""
+        from_device = plan.from_device
+        if np.count_nonzero(from_device) == plan.num_tokens:  # rows of one token, all of them
+            out[: plan.num_tokens] = ~plan.entries  # -1 - entry
+            return
+        known = np.flatnonzero(~from_device | (plan.q_lens > 1)).tolist()
+        starts, q_lens, at = plan.starts.tolist(), plan.q_lens.tolist(), ends.tolist()
+        for row in known:
+            tokens = plan.seqs[row].tokens[starts[row] : starts[row] + q_lens[row]]
+            first = at[row] - q_lens[row]
+            out[first : first + len(tokens)] = tokens
+        out[ends[from_device] - 1] = ~plan.entries[from_device]
 
     @staticmethod
-    def _tokens(plan: StepPlan) -> list[int]:
-        tokens: list[int] = []
-        for seq, start, q_len in zip(plan.seqs, plan.starts, plan.q_lens, strict=True):
-            known = seq.tokens[start : start + q_len]
-            tokens += known
-            if len(known) < q_len:  # sampled by a step in flight: the device knows it, the host does not
-                tokens.append(-1 - state_index(seq))
-        return tokens
-
-    @staticmethod
-    def _next_tokens(plan: StepPlan, out: np.ndarray) -> bool:
+    def _write_next_tokens(plan: StepPlan, out: np.ndarray) -> bool:
         """Writes the prompt token that follows each prompt token of the rows that ask; says whether any does."""
         wanted, at = False, 0
-        for seq, start, q_len in zip(plan.seqs, plan.starts, plan.q_lens, strict=True):
+        for row in plan.rows:
+            seq, start = row.seq, row.start
             if seq.request.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
-                end = min(start + q_len + 1, seq.num_prompt_tokens)
+                end = min(row.kv_len + 1, seq.num_prompt_tokens)
                 following = seq.tokens[start + 1 : end]
                 out[at : at + len(following)] = following
                 wanted = True
-            at += q_len
+            at += row.num_tokens
         return wanted
 
 
@@ -231,20 +294,6 @@ def state_index(seq: Sequence) -> int:
     if seq.state_index is None:
         raise RuntimeError(f"request {seq.request.request_id!r} was planned but is not running")
     return seq.state_index
-
-
-def _sampling_row(row: PlannedRow) -> SamplingRow:
-    seq = row.seq
-    # The plan already counts the token that this row samples as output.
-    return SamplingRow(
-        params=seq.request.params,
-        seed=seq.seed,
-        state_index=state_index(seq),
-        position=row.kv_len,
-        samples=row.samples,
-        num_output_tokens=seq.num_output_tokens - row.samples,
-        num_logprobs=num_logprobs(seq),
-    )
 
 
 def num_logprobs(seq: Sequence) -> int:

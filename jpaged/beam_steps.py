@@ -62,7 +62,7 @@ class BeamSteps:
             other = old[parent]
             beams.append(self._queues.fork(other, 0) if other in beams else other)
         for other, (_, token) in zip(beams, moves, strict=True):
-            other.tokens.append(token)
+            other.append(token)
         group.seqs = beams
         return False
 

@@ -83,7 +83,8 @@ class CapacityPlan:
 
     Attributes:
       device_bytes, memory_fraction: what was given.
-      num_parameters, dtype, weight_bytes: the model's weights.
+      num_parameters, dtype, weights, weight_bytes: the model's weights; `weights` is the form of the layers' kernels,
+        if it is another.
       max_num_seqs, sampler_bytes: rows that the sampler's state has, and what it takes.
       kv_dtype, page_size, num_pages: the pool, the null page included.
       bytes_per_page, bytes_per_token: K, V and scales over all layers.
@@ -100,6 +101,7 @@ class CapacityPlan:
     memory_fraction: float
     num_parameters: int
     dtype: str
+    weights: str | None
     weight_bytes: int
     max_num_seqs: int
     sampler_bytes: int
@@ -144,6 +146,7 @@ def plan_capacity(
     memory_fraction: float = CacheConfig.memory_fraction,
     page_size: int = DEFAULT_PAGE_SIZE,
     dtype: str = "bfloat16",
+    weights: str | None = None,
     kv_dtype: str | None = None,
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
@@ -159,6 +162,7 @@ def plan_capacity(
       memory_fraction: part of it that weights, sampler's state and pages may take together.
       page_size: token slots a page; by default what engines take on CPU and GPU.
       dtype: of the weights: "float32", "bfloat16" or "float16".
+      weights: "int8" or "fp8": the layers' kernels are held so.
       kv_dtype: of K and V, also "int8" or "float8_e4m3fn". `None`: that of the weights.
       max_num_seqs: sequences that the engine is told to run at once. `None`: as many as the pages hold on average.
       max_model_len: tokens of a sequence at the most. `None`: what the model and the pool allow.
@@ -190,12 +194,12 @@ def plan_capacity(
     if not 2 <= longest <= known:
         raise ConfigError(f"max_model_len is {longest}, expected 2 to {known}, the positions that the model knows")
 
-    weights, per_page = weight_bytes(config, dtype), kv_bytes_per_page(config, page_size, kv_dtype)
+    of_weights, per_page = weight_bytes(config, dtype, weights), kv_bytes_per_page(config, page_size, kv_dtype)
     usable = int(device_bytes * memory_fraction)
     lives = _Lives(_served(lengths, longest), config.sliding_window, chunk_tokens)
 
     def pool_bytes(num_seqs: int) -> int:
-        return usable - weights - sampler_bytes(num_seqs, config.vocab_size)
+        return usable - of_weights - sampler_bytes(num_seqs, config.vocab_size)
 
     def pages(num_seqs: int) -> int:
         return _num_pages(pool_bytes(num_seqs), page_size, per_page)
@@ -206,7 +210,7 @@ def plan_capacity(
     num_pages = pages(max_num_seqs)
     if num_pages < 2:
         parts = {
-            f"weights in {dtype}": weights,
+            f"weights in {weights or dtype}": of_weights,
             f"the sampler's state (max_num_seqs {max_num_seqs})": sampler_bytes(max_num_seqs, config.vocab_size),
             "the null page and another": 2 * per_page,
         }
@@ -224,7 +228,8 @@ def plan_capacity(
         memory_fraction=memory_fraction,
         num_parameters=config.num_parameters,
         dtype=dtype,
-        weight_bytes=weights,
+        weights=weights,
+        weight_bytes=of_weights,
         max_num_seqs=max_num_seqs,
         sampler_bytes=sampler_bytes(max_num_seqs, config.vocab_size),
         kv_dtype=kv_dtype,

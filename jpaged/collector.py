@@ -3,18 +3,20 @@
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from jpaged.batch import num_logprobs
 from jpaged.delta import StreamNews, StreamStart
 from jpaged.output_builder import OutputBuilder
 from jpaged.request import Output
 from jpaged.request_metrics import RequestMetrics
 from jpaged.scheduler import Scheduler
-from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
+from jpaged.sequence import HANDLE, LAST_TOKEN_NS, STREAM, WATCH, Sequence, SequenceGroup, SequenceStatus
 from jpaged.step import DispatchedStep, read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import StepPlan
 from jpaged.timing import RequestTiming
@@ -36,7 +38,16 @@ class _Live:
     told: bool = False
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
+
+    @property
+    def last_token_ns(self) -> int:
+        """When the last token of any answer was read; 0: none was."""
+        return max(seq.last_token_ns for seq in self.group.seqs)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens are read."""
+        return num_logprobs(self.group.seqs[0]) >= 0
 
     def timing(self) -> RequestTiming:
         """Of a request that ends now."""
@@ -44,13 +55,17 @@ class _Live:
             arrival_s=self.group.request.arrival_time_s,
             scheduled_s=self.scheduled_s,
             first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
+            last_token_s=self.last_token_ns / 1e9 or None,
             finished_s=time.monotonic(),
         )
 
 
 class Collector:
     """Holds the unfinished requests, and gives their outputs as steps advance them.
+
+    Most tokens are only counted, all rows of a step at once. The text of a request is made when it is shown: at its
+    end, or, if it streams, with each step. Only where there are stop strings, log-probabilities or several answers is
+    each token handled by itself (`Sequence.watch`).
 
     Args:
       scheduler: told what a step sampled, and of stop strings.
@@ -66,6 +81,7 @@ class Collector:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._live: dict[str, _Live] = {}
+        self._num_with_logprobs = 0
         self._num_with_prompt_logprobs = 0
         self._news = StreamNews([], [])
         self.metrics = RequestMetrics()
@@ -86,8 +102,12 @@ class Collector:
     def open(self, group: SequenceGroup, prompt: str | None, *, stream: Streaming) -> None:
         """A new request, which the scheduler has taken. `stream`: as in `Engine.add`."""
         builder = OutputBuilder(group, prompt, self._tokenizer)
-        self._live[group.request.request_id] = _Live(group, builder, stream)
-        self._num_with_prompt_logprobs += group.request.params.prompt_logprobs is not None
+        live = self._live[group.request.request_id] = _Live(group, builder, stream)
+        params = group.request.params
+        self._num_with_logprobs += live.wants_logprobs
+        self._num_with_prompt_logprobs += params.prompt_logprobs is not None
+        handles = params.stop or live.wants_logprobs or params.num_sequences > 1
+        group.seqs[0].watch = HANDLE if handles else STREAM if stream else 0
 
     def begin(self, plan: StepPlan) -> None:
         """The step of this plan is dispatched."""
@@ -125,7 +145,7 @@ class Collector:
         for request_id in list(self._live):
             self._scheduler.abort(request_id)
         self._live.clear()
-        self._num_with_prompt_logprobs = 0
+        self._num_with_logprobs = self._num_with_prompt_logprobs = 0
         self._news = StreamNews([], [])
 
     def collect(self, done: DispatchedStep, token_ids: np.ndarray) -> list[Output]:
@@ -138,9 +158,8 @@ class Collector:
         Returns:
           Outputs of requests that ended, and of streaming requests that advanced.
         """
-        plan, now = done.plan, time.monotonic()
-        gaps: dict[float, int] = {}  # requests that got a token, by when they got the one before
-        logprobs = read_logprobs(plan, done.outputs)
+        plan, now_ns = done.plan, time.monotonic_ns()
+        logprobs = read_logprobs(plan, done.outputs) if self._num_with_logprobs else _no_logprobs
         if self._num_with_prompt_logprobs:
             self._set_prompt_logprobs(done)
 
@@ -148,29 +167,36 @@ class Collector:
             found = logprobs(row)
             return found.top if found is not None else ()
 
-        ended_before = [seq.status is FINISHED for seq in plan.seqs]
-        new_tokens = self._scheduler.update(plan, token_ids[: plan.num_seqs].tolist(), candidates)
+        tokens, rare, ended_rows = self._scheduler.update(plan, token_ids[: plan.num_seqs], candidates)
+        gaps: dict[int, int] = {}  # requests that got a token, by when they got the one before
         ended: dict[str, _Live] = {}
         advanced: dict[str, _Live] = {}
-        for row, (seq, token) in enumerate(zip(plan.seqs, new_tokens, strict=True)):
+        others, streams = self._count(plan, rare, now_ns, gaps)
+        for row in streams:
+            request_id = plan.seqs[row].group.request.request_id
+            advanced[request_id] = self._live[request_id]
+        for row in others:
+            seq, token = plan.seqs[row], tokens[row]
             group = seq.group
             request_id = group.request.request_id
             live = self._live.get(request_id)
             if live is None or live.group is not group:
                 continue
             if token is not None:
-                if (last := live.last_token_s) is None:
-                    live.first_token_s = now
-                elif last != now:  # it is, where another answer got a token in this step
-                    gaps[last] = gaps.get(last, 0) + 1
-                live.last_token_s = now
+                last_ns = live.last_token_ns
+                if not last_ns:
+                    live.first_token_s = now_ns / 1e9
+                elif last_ns != now_ns:  # it is, where another answer got a token in this step
+                    gaps[last_ns] = gaps.get(last_ns, 0) + 1
+                seq.last_token_ns = now_ns
                 self.num_generated_tokens += 1
+            ended_now = row in ended_rows
             try:  # the fault of one request ends that request alone
-                if token is not None:
+                if token is not None and seq.watch == HANDLE:
                     stop = live.builder.add_token(seq, token, logprobs(row), ends=seq.finish_reason == "stop")
                     if stop is not None:
                         self._scheduler.finish(seq, "stop", stop)
-                ended_now = seq.status is FINISHED and not ended_before[row]
+                        ended_now = True
                 if ended_now and live.builder.error is None:
                     live.builder.finish(seq)
             except Exception as error:
@@ -180,8 +206,8 @@ class Collector:
                 ended[request_id] = live  # other answers of it may have rows further down
             elif live.stream and (token is not None or ended_now):
                 advanced[request_id] = live
-        for last, times in gaps.items():
-            self.metrics.gap(now - last, times)
+        for last_ns, times in gaps.items():
+            self.metrics.gap((now_ns - last_ns) / 1e9, times)
         outputs = [self._close(live) for live in ended.values()]
         for request_id, live in advanced.items():
             if live.stream == "deltas":
@@ -189,6 +215,35 @@ class Collector:
             elif request_id not in ended:
                 outputs.append(live.builder.output())
         return outputs
+
+    def _count(self, plan: StepPlan, rare: list[int], now_ns: int, gaps: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Counts the rows whose sequence merely got another token.
+
+        Returns:
+          The other rows; and the rows that were counted and stream.
+        """
+        if len(rare) == plan.num_seqs:
+            return rare, []
+        table, entries, others = self._scheduler.table.counters, plan.entries, []
+        counters = table.take(entries, axis=0)
+        lasts, watch = counters[:, LAST_TOKEN_NS], counters[:, WATCH]
+        quiet = (lasts > 0) & (watch != HANDLE)
+        if rare:
+            quiet[rare] = False
+        num_quiet = int(np.count_nonzero(quiet))
+        if num_quiet != len(quiet):
+            others = np.flatnonzero(~quiet).tolist()
+            entries, lasts = entries[quiet], lasts[quiet]
+        if num_quiet:
+            self.num_generated_tokens += num_quiet
+            table[entries, LAST_TOKEN_NS] = now_ns
+            last = int(lasts[0])
+            if np.count_nonzero(lasts == last) == num_quiet:
+                gaps[last] = num_quiet
+            else:
+                gaps.update(Counter(lasts.tolist()))
+        streams = quiet & (watch == STREAM)
+        return others, np.flatnonzero(streams).tolist() if np.count_nonzero(streams) else []
 
     def _tell(self, live: _Live) -> None:
         """Adds what is new of a request to the news."""
@@ -214,6 +269,7 @@ class Collector:
 
     def _close(self, live: _Live, ending: AbstractSequence[Sequence] = ()) -> Output:
         del self._live[live.group.request.request_id]
+        self._num_with_logprobs -= live.wants_logprobs
         self._num_with_prompt_logprobs -= live.group.request.params.prompt_logprobs is not None
         self.num_finished += 1
         for seq in ending:
@@ -241,3 +297,7 @@ class Collector:
             if math.isnan(logprobs.logprob):
                 for other in live.group.live:
                     self._scheduler.finish(other, "error")
+
+
+def _no_logprobs(row: int) -> None:
+    return None

@@ -3,13 +3,15 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from jpaged.fetch import cache_folder
 
 logger = logging.getLogger(__name__)
+
+_JAX_MIN_SECONDS: Final = 1.0  # by default jax does not keep what compiled quicker
 
 
 def enable_compilation_cache() -> Path | None:
@@ -30,4 +32,6 @@ def enable_compilation_cache() -> Path | None:
         logger.warning("compiled steps are not kept: %s (set JPAGED_CACHE to a folder)", error)
         return None
     settings.update("jax_compilation_cache_dir", os.fspath(folder))
+    if settings.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
+        settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a step has many quick programs
     return folder

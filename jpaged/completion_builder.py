@@ -13,6 +13,9 @@ from jpaged.tokenizer import Tokenizer
 class CompletionBuilder:
     """Collects what one sequence produces.
 
+    Each token must be given (`add_token`) where there are stop strings or log-probabilities. Else the tokens are read
+    from the sequence, when somebody wants to see the text.
+
     The text is held back where it could still become a stop string, so that text once given out is never taken back:
 
       [0, _visible_end)         may be given out
@@ -72,11 +75,33 @@ class CompletionBuilder:
 
     def finish(self) -> None:
         """The sequence ended: what was held back becomes visible, half a character included."""
+        self._read()
         if self._decoder is not None and not isinstance(self._seq.stop_reason, str):
             stop = self._append(self._decoder.finish())
             if stop is not None and self._seq.finish_reason in ("stop", "length"):
                 self._seq.finish_reason, self._seq.stop_reason = "stop", stop
         self._visible_end = len(self._text)
+
+    def _read(self) -> None:
+        """Takes the output tokens that it was not given."""
+        tokens, first = self._seq.tokens, self._num_prompt_tokens + self._num_tokens
+        if first >= len(tokens) or self._stops:
+            return
+        self._num_tokens = len(tokens) - self._num_prompt_tokens
+        self._cumulative_logprob = None
+        if self._decoder is not None:
+            ends = self._seq.finish_reason == "stop" and not self._keeps_stops
+            self._text += self._text_of(self._decoder, tokens[first:-1] if ends else tokens[first:])
+            self._visible_end = len(self._text)
+
+    def _text_of(self, decoder: IncrementalDecoder, token_ids: list[int]) -> str:
+        """What the next tokens add to the text."""
+        try:
+            return decoder.add_all(token_ids)
+        except RequestError:  # as above
+            if len(token_ids) == 1:
+                return ""
+            return "".join(self._text_of(decoder, [token_id]) for token_id in token_ids)
 
     def _append(self, piece: str) -> str | None:
         before = len(self._text)
@@ -112,6 +137,7 @@ class CompletionBuilder:
           index: its place among the answers to the request.
         """
         seq = self._seq
+        self._read()
         return Completion(
             index=index,
             text=self._text[: self._visible_end],
@@ -132,6 +158,7 @@ class CompletionBuilder:
         token_ids = tuple(seq.tokens[self._num_prompt_tokens + given :])
         if not token_ids and (reason is None or self._end_given):
             return None
+        self._read()
         text = self._text[self._text_given : self._visible_end]
         logprobs = None if self._logprobs is None else tuple(self._logprobs[given:])
         self._num_tokens_given = given + len(token_ids)

@@ -9,6 +9,7 @@ A sequence tells the scheduler by its `mask_position` which token it has a mask 
 """
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,13 +24,13 @@ from jpaged.grammar_compiler import Compilation, GrammarCompiler
 from jpaged.sequence import Sequence as RunningSequence
 from jpaged.sequence import SequenceGroup
 from jpaged.step_plan import StepPlan
+from jpaged.structured import DEAD_END, FORM_FAILED, FORM_TOO_COMPLEX
 from jpaged.token_mask import hold_back, num_mask_words, pack_mask
 from jpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_DEAD_END: Final = "the form cannot be continued with any token that is allowed, and is not complete"
 COMPILE_LIMIT_S: Final = 10.0
 _IDLE_WAIT_S: Final = 0.01  # no longer, so that whoever drives the engine can also take new requests
 _GRACE_S: Final = 0.002  # so long a plan waits for masks that are being made; a usual one takes a tenth of that
@@ -121,7 +122,14 @@ class Constraints:
             return
         if self._compiler is None:
             raise ValueError("a grammar needs a tokenizer; the door should have refused it")
-        self._compiling[group] = self._compiler.submit(structured)
+        self._compiling[group] = Compilation(structured)  # wanted from here on
+        this = weakref.ref(self)  # an engine that restarts drops its constraints, and nobody ends the requests
+
+        def is_wanted() -> bool:
+            owner = this()
+            return owner is not None and group in owner._compiling and not group.is_finished
+
+        self._compiling[group] = self._compiler.submit(structured, is_wanted)
 
     def poll(self) -> list[tuple[SequenceGroup, str]]:
         """Takes what is done, so that the next plan knows of it; waits a moment for masks that are nearly there.
@@ -237,7 +245,7 @@ class Constraints:
         except BaseException as error:  # a panic of llguidance too: no token is left to these sequences, alone
             for _, state in items:
                 state.mask = np.zeros(num_mask_words(self._vocab_size), np.uint32)
-                state.error = f"the grammar failed ({error!r:.200})"
+                state.error = f"{FORM_FAILED} ({error!r:.200})"
         return perf_counter() - started
 
     def _fill(self, items: list[tuple[RunningSequence, _State]]) -> None:
@@ -256,7 +264,9 @@ class Constraints:
             state.mask = mask
             if matcher.is_error():  # it would allow the end now
                 mask[:] = 0
-                state.error = f"the grammar failed: {matcher.get_error():.200}".partition("\n")[0]
+                why = f"{matcher.get_error():.200}".partition("\n")[0]
+                is_ours = "doesn't satisfy" in why  # a token that the mask forbade; all else is a limit
+                state.error = f"{FORM_FAILED if is_ours else FORM_TOO_COMPLEX}: {why}"
             else:
                 self._restrict(seq, state)
 
@@ -273,4 +283,4 @@ class Constraints:
         if held:
             hold_back(state.mask, pack_mask(held, self._vocab_size))
         if not state.mask.any():
-            state.error = _DEAD_END
+            state.error = DEAD_END

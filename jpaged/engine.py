@@ -34,6 +34,7 @@ from jpaged.state_loader import StateLoader
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.step import DispatchedStep, StepRunner
 from jpaged.step_plan import StepPlan
+from jpaged.step_programs import Program
 from jpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Engine:
       config: `EngineConfig()` if left out.
       tokenizer: for text prompts, text output and stop strings; `None`: token ids only.
       eos_token_ids: ids that end an output; `None`: the tokenizer's and the model's.
-      on_compile: told each step shape just before it is compiled.
+      on_compile: told each program of a step just before it is compiled.
 
     Attributes:
       info: what does not change.
@@ -79,7 +80,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] | None = None,
-        on_compile: Callable[[StepShape], None] | None = None,
+        on_compile: Callable[[Program], None] | None = None,
     ):
         self.config = config = config or EngineConfig()
         if config.compilation_cache:
@@ -97,6 +98,7 @@ class Engine:
             model,
             max_logprobs=config.max_logprobs,
             implementation=self.implementation,
+            platform=self.device.platform,
             recompile=config.recompile,
             on_compile=on_compile,
         )
@@ -153,6 +155,7 @@ class Engine:
         self._failure = RuntimeError("a restart of the engine failed")  # and no traceback that holds the old pool
         for name in ("_kv_pages", "_state", "_in_flight", "_mover"):  # there is no room for two pools
             self.__dict__.pop(name, None)
+        self._runner.forget_outputs()
         with jax.default_device(self.device):
             self._begin([make_pages(spec) for spec in self._page_specs])
 
@@ -298,13 +301,14 @@ class Engine:
         self._collector.begin(plan)
         packed, shape = self._packer.pack(plan)
         packed_at = time.perf_counter()
+        needs = self._runner.needs(packed, shape)
         compile_s = 0.0
-        if not self._runner.has(shape):  # outside of the block below: compiling takes long
-            compile_s = self._runner.compile(self._kv_pages, self._state, shape).seconds
+        for program in self._runner.missing(needs):  # outside of the block below: compiling takes long
+            compile_s += self._runner.compile(self._kv_pages, self._state, program).seconds
         with deferred_interrupts():
-            outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, shape)
+            outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, needs)
             self._in_flight.append(DispatchedStep(plan, outputs))
-        outputs.token_ids.copy_to_host_async()
+        outputs.copy_to_host_async()
         counter = self._counter
         counter.pack_s += packed_at - moved_at
         counter.dispatch_s += time.perf_counter() - packed_at - compile_s
@@ -350,27 +354,22 @@ class Engine:
                 f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
             ) from self._failure
 
-    def warm_up(self, on_compiled: Callable[[StepShape, float], None] | None = None) -> float:
-        """Compiles every step shape that is not there yet; after it a compile is a fault (`recompile`).
+    def warm_up(self, on_compiled: Callable[[Program, float], None] | None = None) -> float:
+        """Compiles every program that is not there yet, side by side; after it a compile is a fault (`recompile`).
 
         Args:
-          on_compiled: called after each shape with the seconds it took.
+          on_compiled: called after each program with the seconds it took; they overlap.
 
         Returns:
           Seconds in all.
         """
-        total = 0.0
-        done = {c.shape for c in self._runner.compilations}
-        for shape in self.step_shapes:
-            if shape not in done:
-                compilation = self._runner.compile(self._kv_pages, self._state, shape)
-                total += compilation.seconds
-                if on_compiled:
-                    on_compiled(shape, compilation.seconds)
+        start = time.perf_counter()
+        programs = self._runner.programs(self.step_shapes)
+        self._runner.compile_all(self._kv_pages, self._state, programs, on_compiled)
         self._state = self._loader.warm_up(self._state, idle=not self.has_work, masks=self.tokenizer is not None)
         self._kv_pages = self._mover.warm_up(self._kv_pages)
         self._runner.mark_warm()
-        return total
+        return time.perf_counter() - start
 
     def update_weights(self, weights: PagedModel | nnx.State) -> None:
         """Swaps the weights between two steps, without a recompile; running requests go on with the new ones.
@@ -381,9 +380,9 @@ class Engine:
         self._runner.set_params(nnx.state(weights) if isinstance(weights, nnx.Module) else weights)
         self._scheduler.weights_changed()
 
-    def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
-        """The step of one shape, lowered: for inspection of the program and its memory."""
-        return self._runner.lower(self._kv_pages, self._state, shape)
+    def lower_step(self, program: Program | StepShape) -> jax.stages.Lowered:
+        """A program of the step, of a shape the forward pass, lowered: to look into it, and at its memory."""
+        return self._runner.lower(self._kv_pages, self._state, program)
 
     def stats(self) -> EngineStats:
         """Counters and the page pool at this moment."""

@@ -6,7 +6,7 @@ Nothing here needs jax: this is all that the HTTP server knows of the engine.
 from collections.abc import AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from jpaged.delta import Delta
 from jpaged.metrics import HistogramSnapshot
@@ -60,6 +60,9 @@ class EngineInfo:
     process_id: int
 
 
+MAX_PAGE_IDS: Final = 32_768
+
+
 @dataclass(frozen=True, kw_only=True)
 class LiveRequest:
     """A request that has not ended, for people who look.
@@ -71,7 +74,9 @@ class LiveRequest:
       num_output_tokens: sampled so far, of all its sequences.
       num_preemptions: how often it lost its pages.
       age_s: since its arrival.
-      pages: of each of its sequences, in order; shared pages occur more than once.
+      num_pages: that it holds; shared ones once.
+      pages: of each of its sequences, in order; shared pages occur more than once. Empty where they would be too many
+        (`PoolPicture`).
     """
 
     request_id: str
@@ -81,6 +86,7 @@ class LiveRequest:
     num_output_tokens: int
     num_preemptions: int
     age_s: float
+    num_pages: int
     pages: tuple[tuple[int, ...], ...]
 
 
@@ -90,7 +96,8 @@ class PoolPicture:
 
     Attributes:
       states: one byte a page: 0 free, 1 used by one, 2 used by several, 3 cached, 4 the null page.
-      requests: that are live, in the order of arrival.
+      requests: that are live, in the order of arrival; those whose page ids would be beyond the first
+        `MAX_PAGE_IDS` have none.
     """
 
     states: bytes
@@ -110,6 +117,7 @@ class EngineReport:
       finished: requests that ended, by finish reason ("stop", "length", "abort", "error").
       num_prompt_tokens: of requests that ended.
       num_cached_prompt_tokens: those of them that were found in the prefix cache.
+      num_refused: requests that were taken, and refused when the form of their output was compiled or followed.
       num_restarts: of the engine, since the client was made.
       is_paused: see `EngineClient.pause`.
     """
@@ -119,6 +127,7 @@ class EngineReport:
     finished: Mapping[FinishReason, int]
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
+    num_refused: int
     num_restarts: int
     is_paused: bool
 

@@ -1,5 +1,8 @@
 """What runs in the engine's process: `python -m jpaged.engine_host FD`, started by `EngineProcess`."""
 
+import contextlib
+import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -9,12 +12,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
 from jpaged.engine_link import EngineLink
-from jpaged.engine_loop import EngineLoop, ServedEngine, failure_of
+from jpaged.engine_loop import Deadline, EngineLoop, ServedEngine, failure_of
 from jpaged.engine_messages import Answer, Boot, Close, Command, Dead, Event, Failing, Refused
 from jpaged.errors import EngineFailedError, JpagedError
 
@@ -24,6 +27,8 @@ FAILED_TO_START = 3
 FAILED = 4
 ORPHANED = 5
 HUNG = 6
+_LAST_WORDS_S = 2.0
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 def main(descriptor: int) -> int:
@@ -33,6 +38,7 @@ def main(descriptor: int) -> int:
     terminals send it, must not cut off requests that the client still drains. If the client is gone, this process ends
     at once, from whatever it does.
     """
+    limit_arenas()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = EngineLink(socket.socket(fileno=descriptor))
@@ -40,18 +46,22 @@ def main(descriptor: int) -> int:
     boot: Boot = next(messages)
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=_read, args=(messages, commands), name="jpaged-link-reader", daemon=True).start()
+    deadline = Deadline(boot.hang_s)
+    threading.Thread(target=_watch, args=(deadline, link, boot), name="jpaged-watchdog", daemon=True).start()
     try:
-        engine = make_engine(boot)
+        with deadline.of("making the engine", boot.load_s):
+            if boot.prepare is not None:
+                call(boot.prepare, boot.prepare_options)
+            engine: ServedEngine = call(boot.maker, boot.options)
     except Exception as error:
         if not isinstance(error, JpagedError):
             logger.exception("the engine could not be made")
         link.send([Dead(str(error) if isinstance(error, JpagedError) else failure_of(error))])
         link.close()
         return FAILED_TO_START
-    loop = EngineLoop(engine, commands, lambda events: link.send(_sendable(events)), boot.restarts)
-    threading.Thread(target=_watch, args=(loop, link, boot.hang_s), name="jpaged-watchdog", daemon=True).start()
+    freeze_objects()
     try:
-        loop.run()
+        EngineLoop(engine, commands, lambda events: link.send(_sendable(events)), boot.restarts, deadline).run()
     except EngineFailedError as error:
         logger.error("%s", error)
         link.close()
@@ -60,10 +70,39 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def make_engine(boot: Boot) -> ServedEngine:
-    """Calls `module:function` with the options."""
-    module, _, name = boot.maker.partition(":")
-    return getattr(importlib.import_module(module), name)(**boot.options)
+def call(name: str, options: Mapping[str, Any]) -> Any:
+    """Calls "module:function" with the options.
+
+    Example:
+      >>> call("builtins:dict", {"a": 1})
+      {'a': 1}
+    """
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)(**options)
+
+
+def limit_arenas() -> None:
+    """Keeps glibc's malloc to one arena, unless MALLOC_ARENA_MAX says otherwise; call it before threads are started.
+
+    Each thread would take memory from one of its own, where what others have freed does not help it: a process of
+    twenty threads goes on growing for hours, though it holds no more.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        if "MALLOC_ARENA_MAX" not in os.environ:
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def freeze_objects() -> None:
+    """Leaves what is there now out of all garbage collections to come: it lives as long as the process.
+
+    Else each full collection would look at hundreds of thousands of objects, and Python begins one only when a quarter
+    as many are new: what requests leave behind would pile up until then.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts what is left, which decides when the next one comes
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)  # loading and compiling have freed a good part of what they took
 
 
 def _read(messages: Iterator[Any], commands: "SimpleQueue[Command]") -> None:
@@ -76,18 +115,21 @@ def _read(messages: Iterator[Any], commands: "SimpleQueue[Command]") -> None:
             os._exit(ORPHANED)  # whatever the main thread is in: a step, a compile, loading weights
 
 
-def _watch(loop: EngineLoop, link: EngineLink, hang_s: float) -> None:
-    """Ends the process when a step does not end: a device that hangs raises nothing."""
-    while True:
-        since = loop.busy_since
-        now = time.monotonic()
-        if since is not None and now - since >= hang_s:
-            failure = f"a step did not end within {hang_s:g} s"
-            logger.error("%s", failure)
-            link.send([Failing(failure)])
-            link.close()
-            os._exit(HUNG)
-        time.sleep(min(hang_s / 4, 1.0))
+def _watch(deadline: Deadline, link: EngineLink, boot: Boot) -> None:
+    """Ends the process when something does not end: a device that hangs raises nothing."""
+    while (failure := deadline.missed) is None:
+        time.sleep(min(boot.hang_s / 4, boot.load_s / 4, 1.0))
+    logger.error("%s", failure)
+    # A client that does not read, or whatever the main thread holds, must not keep this process alive.
+    telling = threading.Thread(target=_tell, args=(link, failure), daemon=True)
+    telling.start()
+    telling.join(_LAST_WORDS_S)
+    os._exit(HUNG)
+
+
+def _tell(link: EngineLink, failure: str) -> None:
+    link.send([Failing(failure)])
+    link.close()
 
 
 def _sendable(events: list[Event]) -> list[Event]:

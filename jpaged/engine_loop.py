@@ -1,9 +1,11 @@
 """`EngineLoop`: runs an engine in its own thread or process: commands in between two steps, events out after each."""
 
 import logging
+import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol
 
@@ -69,6 +71,43 @@ def failure_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+class Deadline:
+    """What a thread does that must end some time; another one looks whether it does.
+
+    Args:
+      limit_s: for whatever has no limit of its own.
+
+    Example:
+      >>> deadline = Deadline(300.0)
+      >>> with deadline.of("loading", limit_s=0.0):
+      ...     deadline.missed
+      'loading did not end within 0 s'
+      >>> deadline.missed
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._current: tuple[str, float, float] | None = None
+
+    @contextmanager
+    def of(self, what: str, limit_s: float | None = None) -> Iterator[None]:
+        """Counts the time while the block runs; not what it waits for in the blocks around it."""
+        limit_s = self._limit_s if limit_s is None else limit_s
+        before, self._current = self._current, (what, limit_s, time.monotonic() + limit_s)
+        try:
+            yield
+        finally:
+            self._current = before
+
+    @property
+    def missed(self) -> str | None:
+        """What has not ended in time, in a sentence."""
+        current = self._current
+        if current is None or time.monotonic() < current[2]:
+            return None
+        return f"{current[0]} did not end within {current[1]:g} s"
+
+
 class EngineLoop:
     """Serves the commands of one client.
 
@@ -81,9 +120,7 @@ class EngineLoop:
       commands: from the client.
       emit: takes the events of a step, at once, in the loop's thread.
       policy: restarts of the engine.
-
-    Attributes:
-      busy_since: when the turn in progress began, by the monotonic clock; `None` while there is nothing to do.
+      deadline: told of each step, command and restart, for a watchdog.
     """
 
     def __init__(
@@ -92,6 +129,7 @@ class EngineLoop:
         commands: "SimpleQueue[Command]",
         emit: Callable[[list[Event]], None],
         policy: RestartPolicy | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._engine = engine
         self._commands = commands
@@ -106,7 +144,7 @@ class EngineLoop:
         self._pause_due: tuple[int, bool] | None = None  # the question to answer once they are, and `clear_cache`
         self._deaf = False
         self._closed = False
-        self.busy_since: float | None = None
+        self._deadline = deadline or Deadline(math.inf)
 
     def run(self) -> None:
         """Serves until the client says `Close`.
@@ -123,20 +161,20 @@ class EngineLoop:
     def _turn(self) -> str | None:
         """Takes all commands that are there and does one step; why it failed, if it did."""
         try:
-            self._take_commands()
-            self.busy_since = time.monotonic()
-            if self._steps:
-                self._tell(self._engine.step())
-                self._pause_if_due()
-            if self._events:
-                events, self._events = self._events, []
-                self._emit(events)
+            first = None if self._steps or self._events else self._commands.get()  # may wait for ever
+            with self._deadline.of("a command"):
+                self._take_commands(first)
+            with self._deadline.of("a step"):
+                if self._steps:
+                    self._tell(self._engine.step())
+                    self._pause_if_due()
+                if self._events:
+                    events, self._events = self._events, []
+                    self._emit(events)
             return None
         except Exception as error:
             logger.exception("the engine failed; all its requests are lost")
             return failure_of(error)
-        finally:
-            self.busy_since = None
 
     @property
     def _steps(self) -> bool:
@@ -154,7 +192,8 @@ class EngineLoop:
             if not self._budget.take():
                 raise EngineFailedError(f"the engine failed too often; the last time: {failure}")
             try:
-                self._engine.restart()
+                with self._deadline.of("a restart"):
+                    self._engine.restart()
                 break
             except Exception as error:
                 logger.exception("the engine could not be restarted")
@@ -164,9 +203,9 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------------------ commands
 
-    def _take_commands(self) -> None:
-        if not self._steps and not self._events:
-            self._take(self._commands.get())
+    def _take_commands(self, first: Command | None) -> None:
+        if first is not None:
+            self._take(first)
         while not self._closed:
             try:
                 command = self._commands.get_nowait()
@@ -270,6 +309,7 @@ class EngineLoop:
             finished=dict(metrics.finished),
             num_prompt_tokens=metrics.num_prompt_tokens,
             num_cached_prompt_tokens=metrics.num_cached_tokens,
+            num_refused=metrics.num_refused,
             num_restarts=num_restarts,
             is_paused=self._paused,
         )

@@ -17,13 +17,23 @@ Question = Literal["report", "picture", "reset_prefix_cache", "pause", "resume",
 
 
 class Boot(NamedTuple):
-    """The first word to a new process: how to make the engine, how often it may restart in place, and how long a step
-    may take before the process gives up."""
+    """The first word to a new process.
 
+    Attributes:
+      prepare: "module:function" to call before anything else, with its arguments by name; `None`: nothing.
+      maker, options: likewise, of what makes the engine.
+      restarts: of the engine, in place.
+      hang_s: a step, a command or a restart that takes longer ends the process.
+      load_s: likewise of making the engine.
+    """
+
+    prepare: str | None
+    prepare_options: Mapping[str, Any]
     maker: str
     options: Mapping[str, Any]
     restarts: RestartPolicy
     hang_s: float
+    load_s: float
 
 
 class Add(NamedTuple):

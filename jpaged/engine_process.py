@@ -26,10 +26,14 @@ class EngineRecipe:
     Attributes:
       maker: "module:function", imported there; the function gives an `Engine`.
       options: its keyword arguments; they must pickle.
+      prepare: likewise, a function that is called before anything else there, as to set up its log; `None`: none.
+      prepare_options: its keyword arguments.
     """
 
     maker: str = "jpaged.llm:make_engine"
     options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: str | None = None
+    prepare_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -42,7 +46,8 @@ class EngineProcess:
       recipe: what to serve.
       restarts: new processes, after the first one was ready once.
       engine_restarts: restarts in place, within one process.
-      hang_s: a step, with what it compiles, that takes longer counts as a crash.
+      hang_s: a step with what it compiles, a command, or a restart in place that takes longer counts as a crash.
+      load_s: likewise for making the engine: loading weights, compiling.
       stop_s: the process is killed if it takes longer to end than this.
       retry_s: pause before the first new process in a row; it doubles with each.
     """
@@ -54,10 +59,19 @@ class EngineProcess:
         restarts: RestartPolicy | None = None,
         engine_restarts: RestartPolicy | None = None,
         hang_s: float = 300.0,
+        load_s: float = 1800.0,
         stop_s: float = 10.0,
         retry_s: float = 0.5,
     ) -> None:
-        self._boot = Boot(recipe.maker, dict(recipe.options), engine_restarts or RestartPolicy(), hang_s)
+        self._boot = Boot(
+            prepare=recipe.prepare,
+            prepare_options=dict(recipe.prepare_options),
+            maker=recipe.maker,
+            options=dict(recipe.options),
+            restarts=engine_restarts or RestartPolicy(),
+            hang_s=hang_s,
+            load_s=load_s,
+        )
         self._budget = RestartBudget(restarts or RestartPolicy())
         self._stop_s = stop_s
         self._retry_s = retry_s

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jpaged
 from jpaged.collector import Collector
-from jpaged.engine_client import EngineInfo, LiveRequest, PoolPicture
+from jpaged.engine_client import MAX_PAGE_IDS, EngineInfo, LiveRequest, PoolPicture
 from jpaged.memory_manager import MemoryManager
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup, SequenceStatus
@@ -21,7 +21,7 @@ def pool_use(memory: MemoryManager, scheduler: Scheduler) -> PoolUse:
     """The page pool at this moment."""
     return PoolUse(
         pages_used=memory.allocator.num_used,
-        tokens_held=scheduler.num_tokens_held,
+        tokens_held=int(scheduler.num_tokens_held),
         running=len(scheduler.running_seqs),
         page_size=memory.allocator.page_size,
     )
@@ -81,20 +81,26 @@ def picture(memory: MemoryManager, scheduler: Scheduler) -> PoolPicture:
     """The pool page by page, and the requests that live, in the order of arrival."""
     now, groups = time.monotonic(), [*scheduler.running, *scheduler.waiting]
     groups.sort(key=lambda group: group.request.arrival_time_s)
-    return PoolPicture(states=memory.allocator.states(), requests=tuple(_live_request(group, now) for group in groups))
+    requests, num_ids = [], 0
+    for group in groups:
+        pages = [seq.pages for seq in group.live]
+        num_ids += sum(map(len, pages))  # the whole of a request or nothing of it
+        requests.append(_live_request(group, now, pages, shown=num_ids <= MAX_PAGE_IDS))
+    return PoolPicture(states=memory.allocator.states(), requests=tuple(requests))
 
 
-def _live_request(group: SequenceGroup, now: float) -> LiveRequest:
+def _live_request(group: SequenceGroup, now: float, pages: list[list[int]], *, shown: bool) -> LiveRequest:
     first, status = group.seqs[0], _status(group)
     return LiveRequest(
         request_id=group.request.request_id,
         status=status,
         num_prompt_tokens=first.num_prompt_tokens,
-        num_computed_tokens=first.num_computed_tokens,
-        num_output_tokens=sum(seq.num_output_tokens for seq in group.seqs),
+        num_computed_tokens=int(first.num_computed_tokens),
+        num_output_tokens=int(sum(seq.num_output_tokens for seq in group.seqs)),
         num_preemptions=group.num_preemptions,
         age_s=now - group.request.arrival_time_s,
-        pages=tuple(tuple(seq.pages) for seq in group.live),
+        num_pages=len(pages[0]) if len(pages) == 1 else len({page for of_one in pages for page in of_one}),
+        pages=tuple(tuple(of_one) for of_one in pages) if shown else (),
     )
 
 

@@ -9,7 +9,7 @@ from jpaged.step_plan import StepPlan
 
 
 class EntryLoader:
-    """Remembers who has begun to run and had no row yet: only the first row tells which tokens no step will count.
+    """Remembers who has begun to run and had no row yet: what is loaded must be all that it has by its first row.
 
     Args:
       eos_token_ids: the model's end-of-sequence ids.
@@ -28,13 +28,13 @@ class EntryLoader:
                 self._awaiting[seq] = None
         if not self._awaiting:
             return
-        starts = dict(zip(plan.seqs, plan.starts, strict=True))
+        with_row = set(plan.seqs)
         for seq in list(self._awaiting):
             if seq.state_index is None:  # it was preempted or has ended
                 del self._awaiting[seq]
-            elif seq in starts:
+            elif seq in with_row:
                 del self._awaiting[seq]
-                num_prompt, held = seq.num_prompt_tokens, seq.tokens[: starts[seq]]
+                num_prompt, held = seq.num_prompt_tokens, seq.tokens
                 yield (
                     state_index(seq),
                     entry_for(

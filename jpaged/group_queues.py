@@ -15,6 +15,7 @@ from jpaged.errors import PageStateError
 from jpaged.memory_manager import MemoryManager
 from jpaged.preemption import PreemptionCosts
 from jpaged.ranked_groups import RankedGroups
+from jpaged.running_table import RunningRows, RunningTable
 from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
 
 WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
@@ -30,6 +31,9 @@ class GroupQueues:
       memory: where pages come from.
       chunk: tokens of a sequence in one step at the most.
 
+    Attributes:
+      table: the counters of those that run.
+
     Raises:
       ConfigError: the preemption costs cannot be read.
     """
@@ -42,17 +46,19 @@ class GroupQueues:
         self._costs = PreemptionCosts.load(costs) if costs is not None else None
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting, self.preempted, self.running = RankedGroups(), RankedGroups(), RankedGroups()
-        self._running_seqs: list[Sequence] | None = None  # to be made anew
+        self.table = RunningTable(config.max_num_seqs)
+        self._running_rows: RunningRows | None = None  # to be made anew
         self._free_state_indices = list(range(config.max_num_seqs))  # a heap
         self.num_preemptions = 0
         self.num_swaps = 0
 
     @property
-    def running_seqs(self) -> list[Sequence]:
+    def running_rows(self) -> RunningRows:
         """The unfinished sequences of running groups, in the order of service."""
-        if self._running_seqs is None:
-            self._running_seqs = [seq for group in self.running for seq in group.seqs if seq.status is RUNNING]
-        return self._running_seqs
+        if self._running_rows is None:
+            seqs = [seq for group in self.running for seq in group.seqs if seq.status is RUNNING]
+            self._running_rows = RunningRows(seqs)
+        return self._running_rows
 
     def add(self, group: SequenceGroup) -> None:
         """A new group; its `rank` is set."""
@@ -69,8 +75,8 @@ class GroupQueues:
         """
         if not len(self.preempted) and not len(self.waiting):
             return None
-        due = sum(self._num_pages_due(seq) for seq in unfinished)
-        due += sum(self._num_pages_to_keep(seq) for seq in self.running_seqs if seq.group.num_recomputed)
+        due = sum(map(self._num_pages_due, unfinished))
+        due += sum(map(self._num_pages_to_keep, self.running_rows.recomputed))
         if len(self.preempted):
             group = self.preempted[0]
             # A pending token is not known to the host yet, and the device's copy of it was given up. Who lacks no token
@@ -93,12 +99,13 @@ class GroupQueues:
         """Gives a waiting or preempted group its state indices, and its pages if they are on the host."""
         self._queue_of(group).remove(group)
         self.running.add(group)
-        self._running_seqs = None
+        self._running_rows = None
         indices = [heapq.heappop(self._free_state_indices) for _ in range(self._num_state_indices(group))]
         group.state_indices = indices[::-1]
         group.status = RUNNING
         for seq in group.live:
-            seq.status, seq.state_index = RUNNING, group.state_indices.pop()
+            seq.status = RUNNING
+            self.table.begin(seq, group.state_indices.pop())
         if any(seq.host_pages for seq in group.live):
             self._memory.swap_in(group.live)
 
@@ -121,7 +128,8 @@ class GroupQueues:
         if self._num_state_indices(group) > len(self._free_state_indices):
             return False
         # Without room to grow for those that run, the newcomer would be preempted a few steps later.
-        available -= due + min(self._config.headroom_pages * len(self.running_seqs), memory.capacity // _HEADROOM_PARTS)
+        headroom = self._config.headroom_pages * len(self.running_rows.seqs)
+        available -= due + min(headroom, memory.capacity // _HEADROOM_PARTS)
         if group.num_pages_lacking > available and not alone:
             return False  # what it needs has hardly changed since it was looked up
         shared = 0 if memory.sliding_window is not None else live[0].num_prompt_tokens // memory.allocator.page_size
@@ -156,12 +164,13 @@ class GroupQueues:
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence of the same group, with the same tokens, on the same pages."""
         group = parent.group
-        child = Sequence(group, index, tokens=list(parent.tokens), limit=parent.limit, stop_ids=parent.stop_ids)
+        child = Sequence(group, index, tokens=parent.tokens, stop_ids=parent.stop_ids)
+        child.limit, child.watch = parent.limit, parent.watch
         child.num_cached_tokens, child.status = parent.num_cached_tokens, parent.status
         if group.status is RUNNING:
-            child.state_index = group.state_indices.pop()
+            self.table.begin(child, group.state_indices.pop())
         self._memory.fork(parent, child)
-        self._running_seqs = None
+        self._running_rows = None
         return child
 
     def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
@@ -193,12 +202,11 @@ class GroupQueues:
                 self._memory.release(seq)
         for seq in live:
             seq.status = WAITING
-            group.state_indices.append(_index(seq))
-            seq.state_index = None
+            group.state_indices.append(self.table.end(seq))
         self._free(group.state_indices)
         group.state_indices = []
         self.running.remove(group)
-        self._running_seqs = None
+        self._running_rows = None
         group.status = WAITING
         group.num_preemptions += 1
         self.num_preemptions += 1
@@ -224,16 +232,16 @@ class GroupQueues:
         group = seq.group
         if seq.status is RUNNING:
             self._memory.release(seq)
+            index = self.table.end(seq)
             if group.beam is not None:  # another beam may take its place
-                group.state_indices.append(_index(seq))
+                group.state_indices.append(index)
             else:
-                self._free([_index(seq)])
-            seq.state_index = None
-            self._running_seqs = None
+                self._free([index])
+            self._running_rows = self._running_rows and self._running_rows.without(seq)
         else:
             self._memory.drop_host_pages(seq)
         seq.status = FINISHED
-        seq.num_pending = 0  # what is still in flight will be dropped
+        seq.drop_pending()
         if all(other.status is FINISHED for other in group.seqs):
             self._queue_of(group).remove(group)
             self._free(group.state_indices)
@@ -247,12 +255,18 @@ class GroupQueues:
             heapq.heappush(self._free_state_indices, index)
 
     def check_invariants(self) -> None:
-        """Checks, between two plans, that pages and state indices are held exactly by those who need them.
+        """Checks, between two plans, that pages, state indices and counters are held exactly by those who need them.
 
         Raises:
           PageStateError: they are not.
         """
-        running = self.running_seqs
+        running = [seq for group in self.running for seq in group.seqs if seq.status is RUNNING]
+        rows = self.running_rows
+        # A beam search may have changed the order of its beams since.
+        same = {*rows.seqs} == {*running} and [seq.group for seq in rows.seqs] == [seq.group for seq in running]
+        if not same or rows.entries.tolist() != [seq.state_index for seq in rows.seqs]:
+            raise PageStateError(f"the rows that run are kept as {rows.seqs}, expected {running}")
+        self.table.check_invariants(running)
         self._memory.check_invariants(running, [seq for group in self.preempted for seq in group.seqs])
         for seq in running:
             needed = self._memory.allocator.pages_for(seq.num_computed_tokens)
@@ -262,13 +276,7 @@ class GroupQueues:
         for seq in (seq for group in (*self.waiting, *self.preempted) for seq in group.seqs):
             if seq.pages or seq.state_index is not None or (seq.num_computed_tokens and not seq.host_pages):
                 raise PageStateError(f"{seq.request.request_id!r} waits with pages, computed tokens or a state index")
-        indices = [_index(seq) for seq in running] + self._free_state_indices
+        indices = rows.entries.tolist() + self._free_state_indices
         indices += [index for group in self.running for index in group.state_indices]
         if sorted(indices) != list(range(self._config.max_num_seqs)):
             raise PageStateError(f"state indices in use and free are {indices}, expected each one once")
-
-
-def _index(seq: Sequence) -> int:
-    if seq.state_index is None:
-        raise PageStateError(f"{seq.request.request_id!r} runs without a state index")
-    return seq.state_index

@@ -21,8 +21,8 @@ So after any ids, the pieces given out are a prefix of the decoded text of every
 import codecs
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from jpaged.errors import ModelLoadError, RequestError
@@ -41,19 +41,21 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>", re.ASCII)
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a tokenizer turns tokens into text.
+    """How one tokenizer turns its tokens into text.
 
     Attributes:
       kind: "byte_level": tokens are spelled bytes; "pieces": tokens are text; "words": text, joined by single spaces.
       replacements: (old, new) pairs applied to every token in turn ("pieces").
       byte_fallback: whether `<0xNN>` tokens stand for bytes ("pieces").
       strip: (character, n): up to n of it are dropped at the very start of the text ("pieces").
+      known: `piece` of token ids that came before.
     """
 
     kind: Literal["byte_level", "pieces", "words"]
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
     strip: tuple[str, int] = ("", 0)
+    known: dict[int, bytes | str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_state(cls, state: bytes | None, source: str) -> "DecodePlan":
@@ -108,6 +110,13 @@ class DecodePlan:
         """
         if self.kind == "words":
             raise RequestError("the tokens of this vocabulary are words joined by spaces: they have no bytes")
+        piece = self.piece(token)
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def piece(self, token: str) -> bytes | str:
+        """What a token adds to the text: text, or bytes that may be a part of a character."""
+        if self.kind == "words":
+            return token
         if self.kind == "byte_level":
             try:
                 return bytes([_BYTE_OF[character] for character in token])
@@ -117,7 +126,7 @@ class DecodePlan:
             token = token.replace(old, new)
         if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
-        return token.encode()
+        return token
 
 
 class _Decodable(Protocol):
@@ -149,10 +158,11 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: _Decodable, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else ()
+        self._skipped = frozenset(tokenizer.special_token_ids if skip_special_tokens else ())
         plan = tokenizer.decode_plan
         stages = {"byte_level": _Bytes, "pieces": _Pieces, "words": _Words}
-        self._stage: _Bytes | _Pieces | _Words = stages[plan.kind](plan)
+        self._stage = stages[plan.kind](plan)
+        self._plan = plan
         self._finished = False
 
     def add(self, token_id: int) -> str:
@@ -162,10 +172,26 @@ class IncrementalDecoder:
           RequestError: the id is not in the vocabulary; the decoder stays as it was.
           ValueError: the stream was finished.
         """
+        return self.add_all((token_id,))
+
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """`add` for many tokens at once.
+
+        Raises:
+          RequestError, ValueError: as `add`, before any of them was taken.
+        """
         if self._finished:
             raise ValueError("finish() was called: make a new IncrementalDecoder for another stream")
-        token = self._tokenizer.id_to_token(token_id)
-        return "" if token_id in self._skipped else self._stage.add(token)
+        known = self._plan.known
+        pieces = list(map(known.get, token_ids))
+        if None in pieces:
+            for token_id in token_ids:
+                if token_id not in known:
+                    known[token_id] = self._plan.piece(self._tokenizer.id_to_token(token_id))
+            pieces = list(map(known.get, token_ids))
+        if not self._skipped.isdisjoint(token_ids):
+            pieces = [known[token_id] for token_id in token_ids if token_id not in self._skipped]
+        return self._stage.add(pieces)
 
     def finish(self) -> str:
         """Ends the stream and returns the text that was held back: usually none, and U+FFFD for half a character.
@@ -180,11 +206,16 @@ class IncrementalDecoder:
 
 class _Bytes:
     def __init__(self, plan: DecodePlan) -> None:
-        self._plan = plan
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True  # no part of a character is held back
 
-    def add(self, token: str) -> str:
-        return self._utf8.decode(self._plan.token_bytes(token))
+    def add(self, pieces: list[bytes]) -> str:
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._is_between and piece.isascii():
+            return piece.decode()
+        text = self._utf8.decode(piece)
+        self._is_between = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -194,9 +225,11 @@ class _Words:
     def __init__(self, plan: DecodePlan) -> None:
         self._space = ""
 
-    def add(self, token: str) -> str:
+    def add(self, pieces: list[str]) -> str:
+        if not pieces:
+            return ""
         space, self._space = self._space, " "
-        return space + token
+        return space + " ".join(pieces)
 
     def finish(self) -> str:
         return ""
@@ -204,17 +237,17 @@ class _Words:
 
 class _Pieces:
     def __init__(self, plan: DecodePlan) -> None:
-        self._plan = plan
         self._run = bytearray()
         self._strip, self._left_to_strip = plan.strip
 
-    def add(self, token: str) -> str:
-        for old, new in self._plan.replacements:
-            token = token.replace(old, new)
-        if self._plan.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
-            self._run.append(int(byte[1], 16))
-            return ""
-        return self._stripped(self._end_run() + token)
+    def add(self, pieces: list[bytes | str]) -> str:
+        text = ""
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                self._run += piece
+            else:
+                text += self._end_run() + piece if self._run else piece
+        return self._stripped(text) if self._left_to_strip else text
 
     def finish(self) -> str:
         return self._stripped(self._end_run())

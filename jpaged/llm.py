@@ -58,6 +58,7 @@ class LLM:
         Hugging Face id, or a `PagedModel` object.
       tokenizer: a `Tokenizer`, a path to load it from, or `None`: the model's own (none for a model object).
       dtype: of weights and activations; `None`: float32 on CPU, bfloat16 elsewhere.
+      weights: "int8" or "fp8": the layers' kernels are held so (`load_model`); what that saves goes to the pages.
       config: `EngineConfig`; the five shortcuts below override its fields.
       page_size, num_pages, max_num_seqs, max_num_batched_tokens, max_model_len: see `CacheConfig`, `SchedulerConfig`.
       progress: show progress bars while loading and generating; `None`: on a terminal only.
@@ -82,6 +83,7 @@ class LLM:
         *,
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
         config: EngineConfig | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -112,9 +114,10 @@ class LLM:
             if dtype is None:
                 dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
             with GenerationProgress.loading(f"loading {path.name}", progress_wanted(progress)) as report:
-                served = load_model(path, dtype=dtype, progress=report)
-        elif dtype is not None:
-            raise ConfigError("dtype is for models that are loaded; a model object has its own")
+                served = load_model(path, dtype=dtype, weights=weights, progress=report)
+        elif dtype is not None or weights is not None:
+            name = "dtype" if weights is None else "weights"
+            raise ConfigError(f"{name} is for models that are loaded; a model object has its own")
         else:
             served = model
         if isinstance(tokenizer, str | Path):

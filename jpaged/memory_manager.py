@@ -11,6 +11,7 @@ It never touches the device. What has to be done there before the next step runs
 host, to load back, and to copy (`take_transfers`).
 """
 
+import itertools
 from collections.abc import Iterable
 
 from jpaged.errors import PageStateError
@@ -19,8 +20,9 @@ from jpaged.page_allocator import PageAllocator, pages_at_most
 from jpaged.pending_transfers import PendingTransfers
 from jpaged.pins import Pins
 from jpaged.prefix_cache import CacheKey, PrefixCache, PrefixHit, token_bytes
+from jpaged.prefix_chain import cut_chain, extend_chain, key_of
 from jpaged.request import Request
-from jpaged.sequence import Sequence
+from jpaged.sequence import WRITABLE_END, Sequence
 from jpaged.step_plan import PageTransfers
 
 
@@ -47,10 +49,12 @@ class MemoryManager:
         self.prefix_cache = prefix_cache
         self.weight_version = 0
         self.sliding_window = sliding_window
+        self._page_size = allocator.page_size
         self._pending = PendingTransfers(allocator, host_allocator)
         self._host = None if host_allocator is None else HostPool(allocator, host_allocator, self._pending)
         self._pins = Pins(allocator)
         self._unwritten: set[int] = set()  # pages that the step being planned writes
+        self._versions = itertools.count(1)  # of the pages of sequences
         self.num_copied_pages = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -132,6 +136,7 @@ class MemoryManager:
 
     def start(self, seq: Sequence, hit: PrefixHit | None) -> None:
         """Gives a sequence without pages what the cache has of its prompt; it need not compute that."""
+        seq.pages_version = next(self._versions)
         if self.prefix_cache is None:
             return
         first_time = not seq.group.num_preemptions
@@ -153,7 +158,6 @@ class MemoryManager:
                 self._pending.copy(source, seq.pages[-1])
             else:
                 num_tokens -= hit.num_partial_tokens
-        seq.pages_version += 1
         seq.num_computed_tokens = num_tokens
         seq.writable_end = len(seq.pages) * allocator.page_size
         if first_time:
@@ -182,37 +186,32 @@ class MemoryManager:
             self._pending.copy(self._pending.hold(source), copy)
             allocator.free([source])
             seq.pages[last] = copy
-            seq.pages_version += 1
+            seq.pages_version = next(self._versions)
         seq.pages += pages
         self._unwritten.update(seq.pages[last:])
         seq.writable_end = len(seq.pages) * allocator.page_size
         return True
+
+    def grow(self, seqs: list[Sequence]) -> None:
+        """Gives each of these sequences, whose pages are full, another page: `commit` and `append`, for many at once.
+
+        There are enough pages, and no window.
+        """
+        for seq in seqs:
+            self.commit(seq)
+        pages = self.allocator.allocate(len(seqs))
+        for seq, page in zip(seqs, pages, strict=True):
+            seq.pages.append(page)
+            seq.counters[WRITABLE_END] += self._page_size
+        self._unwritten.update(pages)
 
     def commit(self, seq: Sequence) -> None:
         """Lets others find the full pages that are computed, by steps that ran or that are planned.
 
         What the step being planned computes must have been given room by `append`.
         """
-        if self.prefix_cache is None or not seq.chain:
-            return
-        size, chain, pages = self.allocator.page_size, seq.chain, seq.pages
-        end = min(seq.num_computed_tokens, len(seq.tokens)) // size
-        if len(chain) > end:
-            return
-        # An entry may have lost its page, if that was another sequence's: then this one's is entered instead.
-        first = len(chain) - 1
-        while first > 0 and (not chain[first].attached or (chain[first].page is None and pages[first - 1])):
-            first -= 1
-        if first == 0:
-            chain[0] = self.prefix_cache.root(self._key(seq.request))
-        del chain[first + 1 :]
-        tokens = token_bytes(seq.tokens[first * size : end * size])
-        width = len(tokens) // (end - first)
-        for index in range(first, end):
-            if not pages[index]:
-                break  # left the window before its tokens were known
-            chunk = tokens[(index - first) * width : (index - first + 1) * width]
-            chain.append(self.prefix_cache.insert(chain[-1], chunk, pages[index]))
+        if self.prefix_cache is not None and seq.chain:
+            extend_chain(self.prefix_cache, seq, self._page_size, self.weight_version)
 
     def fork(self, parent: Sequence, child: Sequence, *, num_tokens: int | None = None) -> None:
         """Gives a sequence without pages those of another one, up to `num_tokens` tokens (default: all computed ones).
@@ -223,7 +222,7 @@ class MemoryManager:
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         child.pages = parent.pages[: self.allocator.pages_for(num_tokens)]
         self.allocator.share([page for page in child.pages if page])
-        child.pages_version += 1
+        child.pages_version = next(self._versions)
         child.chain = parent.chain[: num_tokens // size + 1]
         if self._host is not None:
             self._host.share(parent, child, self.allocator.pages_for(num_tokens))
@@ -233,10 +232,7 @@ class MemoryManager:
 
     def release(self, seq: Sequence) -> None:
         """Takes a sequence's pages back. The prefix cache keeps what others may want, until the pages are needed."""
-        for index, entry in enumerate(seq.chain[1:]):
-            if not entry.attached or (entry.page is None and seq.pages[index]):
-                del seq.chain[index + 1 :]  # was another sequence's and is gone: `commit` enters this one's
-                break
+        cut_chain(seq)
         self.commit(seq)
         size, end = self.allocator.page_size, min(seq.num_computed_tokens, len(seq.tokens))
         full, rest = divmod(end, size)
@@ -249,7 +245,7 @@ class MemoryManager:
         self.allocator.free(pages)
         self._pending.drop_copies(pages)
         seq.pages, seq.chain = [], []
-        seq.pages_version += 1
+        seq.pages_version = next(self._versions)
         seq.num_computed_tokens = seq.writable_end = 0
 
     # ------------------------------------------------------------------------------------------ swapping
@@ -288,7 +284,7 @@ class MemoryManager:
             raise PageStateError("sequences cannot be swapped in: there are no host pages (CacheConfig.host_pages)")
         self._host.give_back(seqs)
         for seq in seqs:
-            seq.pages_version += 1
+            seq.pages_version = next(self._versions)
             seq.writable_end = seq.num_computed_tokens  # asks first: the last page may be shared
 
     def drop_host_pages(self, seq: Sequence) -> None:
@@ -378,7 +374,7 @@ class MemoryManager:
             self.prefix_cache.check_invariants()
 
     def _key(self, request: Request) -> CacheKey:
-        return CacheKey(salt=request.cache_salt, weight_version=self.weight_version)
+        return key_of(request, self.weight_version)
 
     def _holders(self, page: int) -> int:
         """Sequences and pins that hold a page; copies that will be made of it do not count."""
@@ -395,4 +391,4 @@ class MemoryManager:
             self.commit(seq)
             self.allocator.free(seq.pages[start:end])
             seq.pages[start:end] = [0] * (end - start)
-            seq.pages_version += 1
+            seq.pages_version = next(self._versions)

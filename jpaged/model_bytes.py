@@ -11,6 +11,7 @@ from typing import Final
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import LlamaConfig
+from jpaged.models.parameter_map import WEIGHT_FORMS
 
 WEIGHT_ITEMSIZES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEMSIZES: Final[Mapping[str, int]] = {**WEIGHT_ITEMSIZES, "int8": 1, "float8_e4m3fn": 1}
@@ -22,15 +23,53 @@ _UNITS: Final = {
 }  # fmt: skip
 
 
-def weight_bytes(config: LlamaConfig, dtype: str) -> int:
+def weight_bytes(config: LlamaConfig, dtype: str, weights: str | None = None) -> int:
     """Bytes of the model's parameters.
 
+    Args:
+      config: the model's shape.
+      dtype: of the parameters.
+      weights: the form of the layers' kernels, if another: "int8" or "fp8".
+
     Raises:
-      ConfigError: `dtype` is no dtype of weights.
+      ConfigError: `dtype` is no dtype of weights, or `weights` no form of them.
+
+    Example:
+      >>> from jpaged.model_shapes import model_shape
+      >>> [weight_bytes(model_shape("llama-3.1-8b"), "bfloat16", weights) // 10**8 for weights in (None, "int8")]
+      [160, 90]
     """
     if dtype not in WEIGHT_ITEMSIZES:
         raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(WEIGHT_ITEMSIZES)}")
-    return config.num_parameters * WEIGHT_ITEMSIZES[dtype]
+    check_weights(weights)
+    itemsize = WEIGHT_ITEMSIZES[dtype]
+    if weights is None:
+        return config.num_parameters * itemsize
+    saved = sum(rows * columns * (itemsize - 1) - columns * _SCALE_BYTES for rows, columns in kernel_shapes(config))
+    return config.num_parameters * itemsize - config.num_hidden_layers * saved
+
+
+def kernel_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+    """Shapes [in, out] of the kernels of a layer: q, k and v; o; gate and up; down.
+
+    Example:
+      >>> from jpaged.model_shapes import model_shape
+      >>> kernel_shapes(model_shape("llama-3.1-8b"))
+      [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    """
+    width, mlp, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim
+    return [(width, qkv), (heads * config.head_dim, width), (width, 2 * mlp), (mlp, width)]
+
+
+def check_weights(weights: object) -> None:
+    """Refuses what is no form of weights.
+
+    Raises:
+      ConfigError: neither `None` nor one of `WEIGHT_FORMS`.
+    """
+    if weights not in (None, *WEIGHT_FORMS):
+        raise ConfigError(f"weights is {weights!r:.80}, expected one of {', '.join(WEIGHT_FORMS)}, or None")
 
 
 def kv_bytes_per_page(config: LlamaConfig, page_size: int, dtype: str) -> int:

@@ -47,9 +47,9 @@ class OutputBuilder:
 
     def deltas(self) -> list[Delta]:
         """What became known of each answer since the last call. Not for beam searches and `best_of`."""
-        deltas = []
+        deltas, builders = [], self._builders
         for index, seq in enumerate(self._group.seqs):
-            delta = self._builder(seq).delta(index)
+            delta = (builders.get(seq) or self._builder(seq)).delta(index)
             if delta is not None:
                 deltas.append(delta)
         return deltas

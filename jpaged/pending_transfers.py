@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Set
 from jpaged.page_allocator import PageAllocator
 from jpaged.step_plan import PageTransfers
 
+_NOTHING = PageTransfers()
+
 
 class PendingTransfers:
     """Collects the transfers of a plan, and keeps what they read from being given out before they are made.
@@ -92,6 +94,8 @@ class PendingTransfers:
 
     def take(self) -> PageTransfers:
         """What was collected, for the device; nothing is held or pending any more."""
+        if not (self._copies or self._swapped_in or self._swapped_out or self._sources or self._host_sources):
+            return _NOTHING
         swapped_in = tuple((host_page, page) for page, host_page in self._swapped_in.items())
         copies = tuple((source, copy) for copy, source in self._copies.items())
         transfers = PageTransfers(tuple(self._swapped_out), swapped_in, copies)

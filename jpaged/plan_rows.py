@@ -1,41 +1,76 @@
 """`PlanRows`: the rows of a step while it is being planned."""
 
-from jpaged.sequence import Sequence, SequenceGroup
+import numpy as np
+
+from jpaged.running_table import RunningRows, RunningTable
+from jpaged.sequence import NUM_COMPUTED, NUM_GIVEN, NUM_TOKENS, PAGES_VERSION, RUN, Sequence, SequenceGroup
 from jpaged.step_plan import PageTransfers, StepPlan
+
+_NOBODY = RunningRows([])
 
 
 class PlanRows:
     """Collects rows and brings them into the order of a `StepPlan`.
 
     Args:
+      table: the counters of those that run.
       max_num_tokens: the token budget of the step.
 
     Attributes:
-      decoding: sequences that compute their one last token and sample. They are counted as computed by whoever puts
-        them here: this is the only row that a large batch is made of.
       preempted, admitted: as in `StepPlan`.
     """
 
-    def __init__(self, max_num_tokens: int) -> None:
-        self.decoding: list[Sequence] = []
+    def __init__(self, table: RunningTable, max_num_tokens: int) -> None:
         self.preempted: list[SequenceGroup] = []
         self.admitted: list[Sequence] = []
+        self._table = table
         self._max_num_tokens = max_num_tokens
+        self._running = _NOBODY
+        self._decodes = _NOBODY.trues  # by place in `_running`
+        self._counted = False
+        self._num_decoding = 0
         self._num_chunk_tokens = 0
-        self._chunks: list[tuple[Sequence, int, int, bool]] = []  # sequence, start, tokens, samples
+        self._chunks: list[tuple[Sequence, int, bool]] = []  # sequence, tokens, samples
         self._forks: list[tuple[Sequence, Sequence]] = []  # child, parent
 
     @property
     def budget(self) -> int:
-        """Tokens that are left."""
-        return self._max_num_tokens - len(self.decoding) - self._num_chunk_tokens
+        """Tokens that are left, once `count_decoding` was called."""
+        return self._max_num_tokens - self._num_decoding - self._num_chunk_tokens
+
+    def decode(self, running: RunningRows, decodes: np.ndarray) -> None:
+        """Rows of sequences that compute their one last token and sample; there are none so far.
+
+        Args:
+          running: those that run.
+          decodes: bool[n], which of them decode. Rows are still added and dropped until `count_decoding`.
+        """
+        self._running, self._decodes, self._counted = running, decodes, False
+
+    def count_decoding(self) -> None:
+        """The tokens of decoding rows count as computed, and their samples as pending."""
+        self._counted = True
+        self._num_decoding = int(np.count_nonzero(self._decodes))
+        entries = self._decoding_entries()
+        self._table.add(NUM_COMPUTED, entries, 1)
+        self._table.add(NUM_TOKENS, entries, 1)
+
+    def drop_decoding(self, group: SequenceGroup) -> None:
+        """Takes the decoding rows of a group back: it computes and samples nothing in this step."""
+        for place in np.flatnonzero(self._decodes).tolist():
+            seq = self._running.seqs[place]
+            if seq.group is group:
+                self._decodes[place] = False
+                if self._counted:
+                    seq.num_computed_tokens -= 1
+                    seq.num_tokens -= 1
+                    self._num_decoding -= 1
 
     def add(self, seq: Sequence, num_tokens: int, samples: bool) -> None:
-        """A row of the sequence's next tokens, which count as computed from now on."""
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens = start + num_tokens
-        seq.num_pending += samples
-        self._chunks.append((seq, start, num_tokens, samples))
+        """A row of the sequence's next tokens, which count as computed from now on. One row a sequence at the most."""
+        seq.num_computed_tokens += num_tokens
+        seq.num_tokens += samples
+        self._chunks.append((seq, num_tokens, samples))
         self._num_chunk_tokens += num_tokens
 
     def add_fork(self, child: Sequence, parent: Sequence) -> None:
@@ -46,35 +81,50 @@ class PlanRows:
         """Whether a row beside the decoding ones is of this group. Such a row stays: others may count on its KV."""
         return any(chunk[0].group is group for chunk in self._chunks)
 
-    def drop_decoding(self, group: SequenceGroup) -> None:
-        """Takes the decoding rows of a group back: it computes and samples nothing in this step."""
-        for seq in [seq for seq in self.decoding if seq.group is group]:
-            seq.num_computed_tokens -= 1
-            seq.num_pending -= 1
-            self.decoding.remove(seq)
-
     def __bool__(self) -> bool:
-        return bool(self.decoding or self._chunks)
+        return bool(self._num_decoding or self._chunks)
 
     def build(self, transfers: PageTransfers) -> StepPlan:
         """The plan."""
-        decoding, chunks = self.decoding, self._chunks
-        ones = [chunk for chunk in chunks if chunk[2] == 1]
-        ordered = ones + [chunk for chunk in chunks if chunk[2] > 1]
-        seqs = decoding + [chunk[0] for chunk in ordered]
-        parents = {id(seq): row for row, seq in enumerate(seqs)} if self._forks else {}
-        num_rows, num_forks = len(seqs), len(self._forks)
+        running, num_ones = self._running, self._num_decoding
+        seqs, entries = running.seqs, self._decoding_entries()
+        if num_ones != len(seqs):
+            seqs = [seqs[place] for place in np.flatnonzero(self._decodes).tolist()]
+        q_lens, samples, sources = running.ones[:num_ones], running.trues[:num_ones], running.places[:num_ones]
+        if self._chunks:
+            ones = [chunk for chunk in self._chunks if chunk[1] == 1]
+            ordered = ones + [chunk for chunk in self._chunks if chunk[1] > 1]
+            num_ones += len(ones)
+            children, parents = [child for child, _ in self._forks], [parent for _, parent in self._forks]
+            num_rows, others = len(seqs) + len(ordered), [*(chunk[0] for chunk in ordered), *children]
+            seqs = seqs + others
+            row_of = {id(seq): row for row, seq in enumerate(seqs)} if parents else {}
+            entries = _longer(entries, [seq.state_index for seq in others])
+            q_lens = _longer(q_lens, [chunk[1] for chunk in ordered] + [0] * len(children))
+            samples = _longer(samples, [chunk[2] for chunk in ordered] + [True] * len(children))
+            sources = _longer(np.arange(num_rows), [row_of[id(parent)] for parent in parents])
+        counters = self._table.counters.take(entries, axis=0)
+        ends = counters[:, NUM_COMPUTED]
         return StepPlan(
-            seqs=seqs + [child for child, _ in self._forks],
-            starts=[seq.num_computed_tokens - 1 for seq in decoding]
-            + [chunk[1] for chunk in ordered]
-            + [child.num_computed_tokens for child, _ in self._forks],
-            q_lens=[1] * len(decoding) + [chunk[2] for chunk in ordered] + [0] * num_forks,
-            samples=[True] * len(decoding) + [chunk[3] for chunk in ordered] + [True] * num_forks,
-            sources=[*range(num_rows), *(parents[id(parent)] for _, parent in self._forks)],
-            num_decode=len(decoding) + len(ones),
-            num_tokens=len(decoding) + self._num_chunk_tokens,
+            seqs=seqs,
+            starts=ends - q_lens,
+            q_lens=q_lens,
+            samples=samples,
+            sources=sources,
+            entries=entries,
+            versions=counters[:, PAGES_VERSION : RUN + 1],
+            from_device=ends > counters[:, NUM_GIVEN],
+            num_decode=num_ones,
+            num_tokens=self._num_decoding + self._num_chunk_tokens,
             transfers=transfers,
             preempted=tuple(self.preempted),
             admitted=tuple(self.admitted),
         )
+
+    def _decoding_entries(self) -> np.ndarray:
+        entries = self._running.entries
+        return entries if self._num_decoding == len(entries) else entries[self._decodes]
+
+
+def _longer(column: np.ndarray, more: list) -> np.ndarray:
+    return np.concatenate((column, np.array(more, column.dtype)))

@@ -4,6 +4,7 @@ from collections import Counter
 
 from jpaged.metrics import Histogram, HistogramSnapshot
 from jpaged.request import FinishReason, Output, SamplingParams
+from jpaged.structured import is_refusal
 
 _GAP_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 _TTFT_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -33,6 +34,8 @@ class RequestMetrics:
 
     Attributes:
       finished: requests that ended, by the finish reason of their first answer.
+      num_refused: requests that were taken, and refused when the form of their output was compiled or followed. They
+        count nowhere else.
       num_prompt_tokens: of requests that ended.
       num_cached_tokens: those of them that were found in the prefix cache.
     """
@@ -40,6 +43,7 @@ class RequestMetrics:
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
         self.finished: Counter[FinishReason] = Counter()
+        self.num_refused = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -53,6 +57,9 @@ class RequestMetrics:
 
     def ended(self, output: Output, params: SamplingParams) -> None:
         """A request ended; `output.timing` is set."""
+        if output.error is not None and is_refusal(output.error):
+            self.num_refused += 1
+            return
         timing = output.timing
         assert timing is not None
         num_tokens = sum(len(completion.token_ids) for completion in output.completions)

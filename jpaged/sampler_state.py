@@ -3,10 +3,9 @@
 One entry a running sequence, and the null entry at the end, to which padding and gated rows point. The engine loads an
 entry only when a sequence comes that uses penalties, logit_bias, min_tokens or allowed_token_ids, and the masks of
 sequences whose output must have a form before each step that samples for them; all other sequences use `last_token`
-alone, which a step writes and the next step reads without the host in between. Penalty counts are driven by the input:
-a token of such a sequence is counted when it passes through a step. Tokens that do not, since their KV was found in the
-prefix cache, on the host, or came from the sequence that it was forked from, are counted in `load_entry`. So the counts
-are complete when the next token is sampled.
+alone, which a step writes and the next step reads without the host in between. An entry is loaded with the tokens that
+its sequence has by then; those that a step samples for it, the step counts. So the counts are complete when the next
+token is sampled, and the tokens that pass through a step as its input need not be counted again.
 """
 
 import functools
@@ -134,7 +133,7 @@ def entry_for(
       params: of the request.
       eos_token_ids: the model's end-of-sequence ids.
       vocab_size: V.
-      prompt, output: tokens of the sequence that no step will count, since their KV is there already.
+      prompt, output: tokens that the sequence has by now.
 
     Raises:
       RequestError: logit_bias names a token outside the vocabulary, or there are too many ids to ban.
@@ -266,26 +265,49 @@ def _load_masks(state: SamplerState, packed: UInt32[Array, "R X"]) -> SamplerSta
     return replace(state, token_mask=state.token_mask.at[index].set(packed[:, 1:], mode="drop"))
 
 
-def update_counts(
-    state: SamplerState, tokens: Int32[Array, " T"], entry: Int32[Array, " T"], is_output: Bool[Array, " T"]
-) -> SamplerState:
-    """Counts the input tokens of a step: output tokens in `output_counts`, prompt tokens in `prompt_mask`.
+def remember(
+    last_token: Int32[Array, " entries"],
+    entry: Int32[Array, " S"],
+    samples: Bool[Array, " S"],
+    token_ids: Int32[Array, " S"],
+) -> Int32[Array, " entries"]:
+    """`last_token` with what a step sampled; 0 where that failed.
 
     Args:
-      state: donated by the step around.
-      tokens: the step's input tokens.
-      entry: entry of the row that the token belongs to, if that row uses penalties; else the null entry.
-      is_output: whether the token was sampled, rather than being part of the prompt.
+      last_token: donated by the program around.
+      entry: of each row.
+      samples: the other rows are left out.
+      token_ids: sampled, -1 where that failed.
 
     Example:
-      >>> tokens, entry = jnp.array([5, 5, 6], jnp.int32), jnp.array([0, 0, 0], jnp.int32)
-      >>> state = update_counts(make_sampler_state(2, 8), tokens, entry, jnp.array([True, True, False]))
-      >>> int(state.output_counts[0, 5]), bool(state.prompt_mask[0, 6])
-      (2, True)
+      >>> entry, token_ids = jnp.array([2, 0, 1], jnp.int32), jnp.array([7, 8, -1], jnp.int32)
+      >>> remember(jnp.full(4, 5, jnp.int32), entry, jnp.array([True, False, True]), token_ids).tolist()
+      [5, 0, 7, 5]
     """
-    nowhere = state.null_entry + 1  # past the end: dropped
-    return replace(
-        state,
-        output_counts=state.output_counts.at[jnp.where(is_output, entry, nowhere), tokens].add(1, mode="drop"),
-        prompt_mask=state.prompt_mask.at[jnp.where(is_output, nowhere, entry), tokens].set(True, mode="drop"),
-    )
+    nowhere = last_token.shape[0]  # past the end: dropped
+    return last_token.at[jnp.where(samples, entry, nowhere)].set(jnp.maximum(token_ids, 0), mode="drop")
+
+
+def count_output(
+    output_counts: Int32[Array, "entries V"],
+    entry: Int32[Array, " S"],
+    counts: Bool[Array, " S"],
+    token_ids: Int32[Array, " S"],
+) -> Int32[Array, "entries V"]:
+    """`output_counts` with what a step sampled.
+
+    Args:
+      output_counts: donated by the program around.
+      entry: of each row.
+      counts: rows that sample and have penalties; the others are left out.
+      token_ids: sampled, -1 where that failed.
+
+    Example:
+      >>> entry, token_ids = jnp.array([2, 0, 1], jnp.int32), jnp.array([1, 1, -1], jnp.int32)
+      >>> counts = count_output(jnp.zeros((4, 2), jnp.int32), entry, jnp.array([True, False, True]), token_ids)
+      >>> counts.tolist()
+      [[0, 0], [0, 0], [0, 1], [0, 0]]
+    """
+    nowhere = output_counts.shape[0]  # past the end: dropped
+    where = jnp.where(counts & (token_ids >= 0), entry, nowhere)
+    return output_counts.at[where, token_ids].add(1, mode="drop")

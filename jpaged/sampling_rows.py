@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, no_type_check
+from typing import Final, Literal, NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -36,7 +36,13 @@ _FIELDS = (
 _PACKER = struct.Struct("=" + "".join("i" if code == "b" else code for _, code in _FIELDS))
 _DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "I": np.dtype(np.uint32), "b": np.dtype(np.bool_)}
 
+_INDEX = {name: index for index, (name, _) in enumerate(_FIELDS)}
+
 NUM_SAMPLING_FIELDS = len(_FIELDS)
+MIN_TEMPERATURE: Final = 1e-5  # below it a row is greedy: dividing by less overflows
+
+SamplingKind = Literal["greedy", "draw", "filter", "full"]
+SAMPLING_KINDS: Final[tuple[SamplingKind, ...]] = ("greedy", "draw", "filter", "full")
 
 
 @no_type_check  # trees are also made of placeholders, which have no shape
@@ -106,6 +112,16 @@ class SamplingRow(NamedTuple):
     num_logprobs: int = -1
 
 
+def sampling_field(name: str) -> int:
+    """Where a field of `SamplingRows` is in what `sampling_fields` packs.
+
+    Example:
+      >>> sampling_field("temperature")
+      1
+    """
+    return _INDEX[name]
+
+
 def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int) -> np.ndarray:
     """Packs the rows of a step into i32[NUM_SAMPLING_FIELDS, num_rows]; floats and seeds keep their bits.
 
@@ -153,6 +169,42 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
     padding = _PACKER.pack(null_entry, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, -1)
     words[offset:] = padding * (num_rows - len(rows))
     return np.ascontiguousarray(np.frombuffer(words, np.int32).reshape(num_rows, NUM_SAMPLING_FIELDS).T)
+
+
+def sampling_kind(fields: np.ndarray) -> SamplingKind:
+    """What the rows of a step need at most of the sampler, as the host can tell.
+
+    "greedy": the likeliest token; "draw": a draw from the whole softmax; "filter": one from what top_k, top_p and min_p
+    leave; "full": masks, bias, bans or penalties before all that.
+
+    Args:
+      fields: i32[NUM_SAMPLING_FIELDS, num_rows], as `sampling_fields` packs them.
+
+    Example:
+      >>> row = SamplingRow(SamplingParams(top_k=5), 7, state_index=0, position=9, samples=True, num_output_tokens=1)
+      >>> fields = sampling_fields([row], num_rows=4, null_entry=8)
+      >>> sampling_kind(fields), sampling_kind(fields[:, 1:])
+      ('filter', 'greedy')
+    """
+
+    def floats(name: str) -> np.ndarray:
+        return fields[_INDEX[name]].view(np.float32)
+
+    samples = fields[_INDEX["samples"]] != 0
+    flags = fields[_INDEX["uses_penalties"] : _INDEX["uses_mask"] + 1]
+    if (samples & flags.any(axis=0)).any():
+        return "full"
+    top_k = fields[_INDEX["top_k"]]
+    draws = samples & (floats("temperature") >= np.float32(MIN_TEMPERATURE)) & (top_k != 1)
+    if not draws.any():
+        return "greedy"
+    filters = (top_k > 0) | (floats("top_p") < 1) | (floats("min_p") > 0)
+    return "filter" if (draws & filters).any() else "draw"
+
+
+def wants_logprobs(fields: np.ndarray) -> bool:
+    """Whether some row asks for log-probabilities of what it samples; `fields` as for `sampling_kind`."""
+    return bool(((fields[_INDEX["num_logprobs"]] >= 0) & (fields[_INDEX["samples"]] != 0)).any())
 
 
 def unpack_sampling_rows(fields: Int32[Array, "F S"]) -> SamplingRows:

@@ -1,17 +1,4 @@
-"""`Scheduler`: which sequences take part in the next step, with how many tokens, and on which pages.
-
-Continuous batching without phases: the KV of each sequence (`num_computed_tokens`) chases its tokens (`num_tokens`),
-and each plan spends one budget of tokens, in three passes, each in the order of service:
-
-    1. sequences that lack one token: a token each, so that a long prompt never makes them wait
-    2. sequences that lack more: a chunk each
-    3. what is left admits groups: first those that were preempted, then waiting ones
-
-The order of service is the order of arrival, or that of aged priorities. If pages run out, the last group in that order
-is preempted, as a whole, and comes back before anybody new: then nobody is admitted who would take its pages. A group
-that does not fit may be passed by a bounded number of younger ones. A group that was computed twice is not made to do
-it again while others can go on: who lacks its pages waits. The first group is never preempted, and alone it always
-fits; so every plan without results in flight makes progress.
+"""`Scheduler`: which sequences take part in the next step (`Planner`), and what becomes of them when it was taken.
 
 Plans may run ahead of results: `plan` counts the tokens of a step as computed, and its samples as pending, when the
 step is planned; `update` fills in the sampled tokens whenever they have been read. Pages and state indices are given
@@ -20,7 +7,12 @@ is given the page next writes to it in a later step, before anything reads it. F
 the prefix cache as soon as the step that fills them is planned, by rows of that very step too.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
+from typing import NamedTuple
+
+import numpy as np
 
 from jpaged.beam_steps import BeamSteps, Candidates
 from jpaged.config import SchedulerConfig
@@ -28,12 +20,29 @@ from jpaged.errors import RequestError
 from jpaged.group_queues import GroupQueues
 from jpaged.limits import Limits
 from jpaged.memory_manager import MemoryManager
-from jpaged.plan_rows import PlanRows
+from jpaged.planner import Planner
 from jpaged.request import FinishReason
-from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
+from jpaged.running_table import RunningTable
+from jpaged.sequence import LIMIT, NUM_COMPUTED, RUN, Sequence, SequenceGroup, SequenceStatus
 from jpaged.step_plan import StepPlan
 
-RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+FINISHED = SequenceStatus.FINISHED
+_FEW_ROWS = 2  # so many are sooner dealt with one by one than all at once
+
+
+class RowResults(NamedTuple):
+    """What a step brought, row by row.
+
+    Attributes:
+      tokens: the token that was appended to the row's sequence; `None` if there is none, be it that the row did not
+        sample, failed, belongs to a beam search, or that its sequence had ended before.
+      rare: rows of which there may be more, or less, to say than that their sequence got a token and goes on.
+      ended: those of them whose sequence ended with this step.
+    """
+
+    tokens: list[int | None]
+    rare: list[int]
+    ended: set[int]
 
 
 class Scheduler:
@@ -82,10 +91,12 @@ class Scheduler:
         self._config = config
         self._memory = memory
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._stop_ids = Counter(dict.fromkeys(self._eos_token_ids, 1))  # of any request that is served
         self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
         self._queues = GroupQueues(config, memory, chunk=self._chunk)
         self._beams = BeamSteps(self._queues)
+        self._planner = Planner(config, memory, self._queues, self._beams, chunk=self._chunk)
         self._num_arrived = 0
 
     @property
@@ -101,7 +112,12 @@ class Scheduler:
     @property
     def running_seqs(self) -> list[Sequence]:
         """The unfinished sequences of running groups, in the order of service."""
-        return self._queues.running_seqs
+        return self._queues.running_rows.seqs
+
+    @property
+    def table(self) -> RunningTable:
+        """The counters of running sequences."""
+        return self._queues.table
 
     @property
     def has_work(self) -> bool:
@@ -122,9 +138,12 @@ class Scheduler:
     def num_tokens_held(self) -> int:
         """Token slots of used pages that hold a token; the other slots are wasted. A shared page counts once, one that
         is pinned as a whole."""
-        size = self._memory.allocator.page_size
-        empty = {seq.pages[-1]: -seq.num_computed_tokens % size for seq in self.running_seqs if seq.pages}
-        return self._memory.allocator.num_used * size - sum(empty.values())
+        size, running = self._memory.allocator.page_size, self._queues.running_rows
+        num_empty = int((-self.table.counters[running.entries, NUM_COMPUTED] % size).sum())
+        if running.siblings:  # only they can share a page that is not full
+            last = [(seq.pages[-1], -seq.num_computed_tokens % size) for seq in running.siblings if seq.pages]
+            num_empty -= sum(empty for _, empty in last) - sum(dict(last).values())
+        return self._memory.allocator.num_used * size - num_empty
 
     def add(self, group: SequenceGroup) -> None:
         """Takes a new group.
@@ -156,6 +175,7 @@ class Scheduler:
         self._num_arrived += 1
         if request.pin:
             self._memory.promise_pin(request.request_id, seq.num_prompt_tokens)
+        self._stop_ids.update(seq.stop_ids)
         self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
@@ -167,55 +187,14 @@ class Scheduler:
           The plan; `None` if there is nothing to compute before results in flight are read, or nothing at all. A plan
           without rows moves pages.
         """
-        rows, queues = PlanRows(self._config.max_num_batched_tokens), self._queues
-        self._memory.start_plan()
-        self._fill(rows)
-        while not rows and len(queues.running) > 1 and not any(map(_awaits, queues.running_seqs)):
-            self._preempt(queues.victim_of_all(), rows)  # they all waited for each other's pages
-            self._fill(rows)
-        transfers = self._memory.take_transfers()
-        return rows.build(transfers) if rows or any(transfers) else None
-
-    def _fill(self, rows: PlanRows) -> None:
-        """Plans rows, in the three passes described at the top."""
-        memory, decoding = self._memory, rows.decoding
-        lacking: list[Sequence] = []
-        for seq in self._queues.running_seqs:
-            if seq.mask_position is not None and seq.awaits_mask:
-                continue  # the device knows its last token, but only the host can say what may follow
-            start = seq.num_computed_tokens
-            lacks = len(seq.tokens) + seq.num_pending - start
-            if lacks != 1 or start + 1 >= seq.limit:
-                if not lacks or (seq.num_pending and start + lacks >= seq.limit):
-                    continue  # at its limit with samples pending, a sequence waits for their results
-                if lacks > 1 or seq.group.beam is None:
-                    lacking.append(seq)
-                    continue
-            if seq.status is not RUNNING:
-                continue  # preempted just now
-            if start >= seq.writable_end:
-                memory.commit(seq)
-                if not self._make_room(seq, 1, rows):
-                    continue
-            seq.num_computed_tokens = start + 1
-            seq.num_pending += 1
-            decoding.append(seq)
-        for seq in lacking:
-            if seq.status is RUNNING and rows.budget:
-                self._plan_chunk(seq, rows)
-        while rows.budget and not rows.preempted and (group := self._queues.next_to_run(lacking)) is not None:
-            self._queues.run(group)
-            rows.admitted += group.live
-            lacking += group.live
-            for seq in group.live:
-                if seq.num_computed_tokens < seq.num_tokens:
-                    self._beams.forget(seq)  # it says once more what comes next
-                if seq.status is RUNNING and rows.budget:
-                    self._plan_chunk(seq, rows)
+        return self._planner.plan()
 
     def update(
-        self, plan: StepPlan, token_ids: list[int], candidates: Callable[[int], Candidates] | None = None
-    ) -> list[int | None]:
+        self,
+        plan: StepPlan,
+        token_ids: AbstractSequence[int] | np.ndarray,
+        candidates: Callable[[int], Candidates] | None = None,
+    ) -> RowResults:
         """Takes the results of a step; steps come in the order in which they were planned.
 
         An output ends, in this order: at an end-of-sequence id (unless ignored), at one of its stop token ids (neither
@@ -227,26 +206,40 @@ class Scheduler:
           token_ids: one entry a row: the sampled token; negative if the logits were NaN, which ends the sequence with
             finish_reason "error". Not read for rows that do not sample.
           candidates: gives the likeliest tokens of a row, with their log-probabilities, best first; for beam searches.
-
-        Returns:
-          One entry a row: the token that was appended to its sequence; `None` if there is none, be it that the row did
-          not sample, failed, belongs to a beam search, or that its sequence had ended before.
         """
-        if len(token_ids) != len(plan.seqs):
-            raise ValueError(f"got {len(token_ids)} token ids, expected {len(plan.seqs)}, one for each row of the plan")
-        new_tokens: list[int | None] = list(token_ids)
-        for row, (seq, token, samples) in enumerate(zip(plan.seqs, token_ids, plan.samples, strict=True)):
-            if seq.status is FINISHED or not samples or token < 0 or not seq.limit:
+        sampled = np.asarray(token_ids)
+        if len(sampled) != len(plan.seqs):
+            raise ValueError(f"got {len(sampled)} token ids, expected {len(plan.seqs)}, one for each row of the plan")
+        tokens: list[int] = sampled.tolist()
+        new_tokens: list[int | None] = list(tokens)
+        rare = self._update_plain(plan, sampled, tokens) if len(tokens) > _FEW_ROWS else [*range(len(tokens))]
+        live = [row for row in rare if plan.seqs[row].status is not FINISHED]
+        for row in rare:
+            seq, token = plan.seqs[row], tokens[row]
+            if seq.status is FINISHED or not plan.samples[row] or token < 0 or not seq.limit:
                 new_tokens[row] = None
                 if seq.status is not FINISHED:
                     self._update_rarely(plan, row, token, candidates)
                 continue
-            seq.num_pending -= 1
-            tokens = seq.tokens
-            tokens.append(token)
-            if token in seq.stop_ids or len(tokens) >= seq.limit:
+            seq.tokens.append(token)
+            if token in seq.stop_ids or len(seq.tokens) >= seq.limit:
                 self._stop_if_due(seq, token)
-        return new_tokens
+        return RowResults(new_tokens, rare, {row for row in live if plan.seqs[row].status is FINISHED})
+
+    def _update_plain(self, plan: StepPlan, sampled: np.ndarray, tokens: list[int]) -> list[int]:
+        """Appends the tokens of rows that live, sampled and go on, all at once; gives the other rows."""
+        counters = self.table.counters.take(plan.entries, axis=0)
+        plain = plan.samples & (counters[:, RUN] == plan.versions[:, 1])
+        plain &= (plan.starts + plan.q_lens < counters[:, LIMIT] - 1) & (sampled >= 0)
+        if not self._stop_ids.keys().isdisjoint(tokens):
+            plain &= [token not in self._stop_ids for token in tokens]
+        if np.count_nonzero(plain) == len(tokens):
+            for seq, token in zip(plan.seqs, tokens, strict=True):
+                seq.tokens.append(token)
+            return []
+        for row in np.flatnonzero(plain).tolist():
+            plan.seqs[row].tokens.append(tokens[row])
+        return np.flatnonzero(~plain).tolist()
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence and gives back all that it holds; the group ends with its last sequence.
@@ -257,6 +250,11 @@ class Scheduler:
         if seq.status is not FINISHED:
             self._beams.forget(seq)
             self._queues.finish(seq)
+            if seq.group.status is FINISHED:
+                self._stop_ids.subtract(seq.stop_ids)
+                for token in seq.stop_ids:
+                    if not self._stop_ids[token]:
+                        del self._stop_ids[token]
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
@@ -296,63 +294,6 @@ class Scheduler:
         """
         self._queues.check_invariants()
 
-    # ------------------------------------------------------------------------------------------ rows
-
-    def _make_room(self, seq: Sequence, num_tokens: int, rows: PlanRows) -> bool:
-        """Gets the pages for the sequence's next tokens, by preemption if need be; False if there are none for it."""
-        while not self._memory.append(seq, num_tokens):
-            victim = self._queues.victim_for(seq.group)
-            # A chunk of this plan stays, and so does what others may share of it.
-            if victim is None or rows.holds_chunk_of(victim):
-                return False
-            self._preempt(victim, rows)
-            if victim is seq.group:
-                return False
-        return True
-
-    def _preempt(self, group: SequenceGroup, rows: PlanRows) -> None:
-        rows.drop_decoding(group)
-        self._queues.preempt(group)
-        rows.preempted.append(group)
-        rows.admitted = [seq for seq in rows.admitted if seq.group is not group]
-
-    def _plan_chunk(self, seq: Sequence, rows: PlanRows) -> None:
-        if not (seq.pages or self._begin(seq)):
-            return
-        lacks = seq.num_tokens - seq.num_computed_tokens
-        num_tokens = min(lacks, rows.budget, self._chunk)
-        if not num_tokens or not self._make_room(seq, num_tokens, rows):
-            return
-        group, params = seq.group, seq.request.params
-        samples = num_tokens == lacks and params.max_tokens != 0
-        rows.add(seq, num_tokens, samples)
-        self._memory.commit(seq)
-        if group.request.pin and num_tokens == lacks:
-            self._memory.pin(group.request.request_id, seq)
-        if samples and group.beam is None and len(group.seqs) < params.num_sequences:
-            seq.limit = group.limit
-            for index in range(1, params.num_sequences):
-                child = self._queues.fork(seq, index)
-                child.mask_position = seq.mask_position  # all answers begin alike
-                group.seqs.append(child)
-                child.num_pending = 1
-                rows.admitted.append(child)
-                rows.add_fork(child, seq)
-
-    def _begin(self, seq: Sequence) -> bool:
-        """Gives a sequence without pages what others have of its prompt; False if it must wait until they have it."""
-        leader, memory = seq.group.live[0], self._memory
-        size = memory.allocator.page_size
-        shared = 0 if memory.sliding_window is not None else seq.num_prompt_tokens // size * size
-        if seq is not leader and leader.num_computed_tokens < shared:
-            return False
-        hit, full = memory.find(seq), shared // size
-        if seq is leader or (hit is not None and hit.pages[:full] == leader.pages[:full]) or not shared:
-            memory.start(seq, hit)
-        else:  # nothing, or pages of others, beside which those of the leader would be needed too
-            memory.fork(leader, seq, num_tokens=shared)
-        return True
-
     # ------------------------------------------------------------------------------------------ results
 
     def _stop_if_due(self, seq: Sequence, token: int) -> None:
@@ -377,7 +318,7 @@ class Scheduler:
                 kept = not request.pin or self._memory.is_pinned(request.request_id)
                 self.finish(seq, "length" if kept else "abort")
             return
-        seq.num_pending -= 1
+        seq.num_tokens -= 1
         if token < 0:
             for other in group.live if group.beam is not None else [seq]:
                 self.finish(other, "error")
@@ -387,8 +328,3 @@ class Scheduler:
         if self._beams.take(seq, candidates(row)):
             for other in group.seqs:  # without a result no token was left that a beam could go on with
                 self.finish(other, "stop" if group.beam.results() else "error")
-
-
-def _awaits(seq: Sequence) -> bool:
-    """Whether the sequence goes on by itself, as soon as a result or a mask is there."""
-    return seq.num_pending > 0 or seq.awaits_mask

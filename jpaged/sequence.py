@@ -1,8 +1,9 @@
 """`Sequence`: what the engine knows of one answer while it makes it; `SequenceGroup`: the answers to one request."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from jpaged.request import FinishReason, Request
 
@@ -19,7 +20,34 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+# What is counted of a sequence, an integer each. While it runs these are a row of the scheduler's `RunningTable`, so
+# that a step of many rows costs a few array operations.
+COUNTERS: Final = (
+    "num_tokens",
+    "num_computed_tokens",
+    "num_given_tokens",
+    "writable_end",
+    "limit",
+    "last_token_ns",
+    "watch",
+    "pages_version",
+    "run",
+)
+NUM_TOKENS, NUM_COMPUTED, NUM_GIVEN, WRITABLE_END, LIMIT, LAST_TOKEN_NS, WATCH, PAGES_VERSION, RUN = range(9)
+
+STREAM, HANDLE = 1, 2  # a token is told to a client; it is looked at in any case, for a stop string for instance
+
+
+def _counter(index: int) -> Any:
+    def get(seq: "Sequence") -> int:
+        return seq.counters[index]
+
+    def set_to(seq: "Sequence", value: int) -> None:
+        seq.counters[index] = value
+
+    return property(get, set_to)
+
+
 class Sequence:
     """One answer to a request, and its pages. Mutable; the scheduler owns it.
 
@@ -33,38 +61,89 @@ class Sequence:
     Attributes:
       group: the answers to the same request.
       index: of this answer among them.
-      tokens: prompt and output.
+      tokens: prompt and output; always the same list.
       pages: page i holds tokens [i * page_size, (i + 1) * page_size); 0, the null page, where they left the window.
-      pages_version: grows whenever an entry of `pages` is replaced, rather than added at the end.
       host_pages: while it is swapped out, the pages of the host that hold its KV.
       chain: what the prefix cache knows of its leading full pages: the root, then one entry a page.
       state_index: its entry of the sampler state, while it runs.
-      limit: tokens at which it ends, prompt included; 0 while it is to be forked, and in a beam search, which decides
-        that itself. Set by the scheduler, as is
-      stop_ids: token ids that may end it.
+      stop_ids: token ids that may end it; set by the scheduler.
       mask_position: position of the token that can be sampled next as far as masks go: the one that a mask was made
-        for; -1: none was made yet; `None`: it needs none.
+        for; -1: none was made yet; `None`: it needs none. Whether it is `None` does not change once it was added.
       num_cached_tokens: prompt tokens found in the prefix cache when it first ran.
+      counters: the following, in this order; a list of its own, or a row of the `RunningTable` while it runs.
+      num_tokens, num_computed_tokens, writable_end: as above.
+      num_given_tokens: tokens that it had when it began to run. The last one of those after them was sampled into its
+        entry of the sampler state, so the device knows it, whether it was read or not.
+      limit: tokens at which it ends, prompt included; 0 while it is to be forked, and in a beam search, which decides
+        that itself. Set by the scheduler.
+      last_token_ns: when its last token was read, by the monotonic clock; 0: none was. Kept by the collector, as is
+      watch: what the collector does with each of its tokens: nothing before its end, STREAM or HANDLE it.
+      pages_version: another number, which no other sequence ever has, whenever an entry of `pages` is replaced, rather
+        than added at the end.
+      run: a number that no other run of any sequence has; 0 while it does not run.
     """
 
-    group: "SequenceGroup" = field(repr=False)
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    num_pending: int = 0
-    num_computed_tokens: int = 0
-    writable_end: int = 0
-    num_cached_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-    pages_version: int = 0
-    host_pages: list[int] = field(default_factory=list)
-    chain: "list[CachedPage]" = field(default_factory=list, repr=False)
-    state_index: int | None = None
-    status: SequenceStatus = SequenceStatus.WAITING
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    limit: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    mask_position: int | None = None
+    __slots__ = (
+        "chain",
+        "counters",
+        "finish_reason",
+        "group",
+        "host_pages",
+        "index",
+        "mask_position",
+        "num_cached_tokens",
+        "pages",
+        "state_index",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        group: "SequenceGroup",
+        index: int = 0,
+        *,
+        tokens: Iterable[int] = (),
+        stop_ids: frozenset[int] = frozenset(),
+        **counters: int,
+    ) -> None:
+        self.group = group
+        self.index = index
+        self.tokens = list(tokens)
+        self.pages: list[int] = []
+        self.host_pages: list[int] = []
+        self.chain: list[CachedPage] = []
+        self.state_index: int | None = None
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.stop_ids = stop_ids
+        self.mask_position: int | None = None
+        self.num_cached_tokens = 0
+        counters.setdefault("num_tokens", len(self.tokens))
+        counters.setdefault("num_given_tokens", len(self.tokens))
+        self.counters: list[int] | memoryview = [counters.pop(name, 0) for name in COUNTERS]
+        if counters:
+            raise TypeError(f"a Sequence has no {', '.join(counters)}")
+
+    num_tokens: int = _counter(NUM_TOKENS)
+    num_computed_tokens: int = _counter(NUM_COMPUTED)
+    num_given_tokens: int = _counter(NUM_GIVEN)
+    writable_end: int = _counter(WRITABLE_END)
+    limit: int = _counter(LIMIT)
+    last_token_ns: int = _counter(LAST_TOKEN_NS)
+    watch: int = _counter(WATCH)
+    pages_version: int = _counter(PAGES_VERSION)
+    run: int = _counter(RUN)
+
+    def __repr__(self) -> str:
+        counters = " ".join(f"{name}={value}" for name, value in zip(COUNTERS, self.counters, strict=True))
+        return (
+            f"Sequence({self.request.request_id!r}, {self.index}, {self.status.value}, tokens={self.tokens}, "
+            f"pages={self.pages}, state_index={self.state_index}, {counters})"
+        )
 
     @property
     def awaits_mask(self) -> bool:
@@ -85,8 +164,18 @@ class Sequence:
         return len(self.group.request.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.num_pending
+    def num_pending(self) -> int:
+        """Output tokens that steps in flight have sampled and the host has not read."""
+        return self.num_tokens - len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """Another token, which no step in flight has sampled."""
+        self.tokens.append(token)
+        self.counters[NUM_TOKENS] += 1
+
+    def drop_pending(self) -> None:
+        """What is in flight will not be read."""
+        self.counters[NUM_TOKENS] = len(self.tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -138,7 +227,7 @@ class SequenceGroup:
     num_passed: int = 0
 
     def __post_init__(self) -> None:
-        self.seqs = [Sequence(self, tokens=list(self.request.prompt_token_ids))]
+        self.seqs = [Sequence(self, tokens=self.request.prompt_token_ids)]
 
     @property
     def live(self) -> list[Sequence]:

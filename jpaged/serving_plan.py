@@ -19,7 +19,7 @@ from jpaged.accelerators import GIB, Accelerator, Topology
 from jpaged.config import CacheConfig, SchedulerConfig, StepShape
 from jpaged.division import Division
 from jpaged.errors import ConfigError
-from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES
+from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES, check_weights
 from jpaged.models.config import LlamaConfig
 from jpaged.serving_sizes import attention_of, default_page_size, page_buckets, token_buckets, token_budget
 from jpaged.step_bytes import (
@@ -50,12 +50,14 @@ class Wishes:
 
     Attributes:
       dtype: of the weights. `None`: float32 on CPU, bfloat16 elsewhere.
+      weights: the form of the layers' kernels, if another: "int8" or "fp8".
       kv_dtype: of the pages. `None`: that of the weights.
       page_size, num_pages, memory_fraction: see `CacheConfig`.
       max_model_len, max_num_seqs, max_num_batched_tokens: see `SchedulerConfig`.
     """
 
     dtype: str | None = None
+    weights: str | None = None
     kv_dtype: str | None = None
     page_size: int | None = None
     num_pages: int | None = None
@@ -73,6 +75,7 @@ class ServingPlan:
       model, config: its name and its shape.
       topology: where.
       dtype, kv_dtype: of weights and pages.
+      weights: the form of the layers' kernels, if another.
       divisions: ways to spread the model over the devices, by how many share it.
       chosen: the one that is planned for.
     """
@@ -82,6 +85,7 @@ class ServingPlan:
     topology: Topology
     dtype: str
     kv_dtype: str
+    weights: str | None
     divisions: tuple[Division, ...]
     chosen: Division
 
@@ -100,6 +104,7 @@ class ServingPlan:
             "bytes_per_chip": self.chosen.bytes_used * chip.devices_per_chip,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
+            "weights": self.weights,
             "fits": self.chosen.objection is None,
             "this_version_runs_it": self.chosen.objection is None and self.chosen.degree == 1,
             "chosen": self.chosen.as_dict(),
@@ -151,6 +156,7 @@ def plan_serving(
         topology=topology,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        weights=wishes.weights,
         divisions=divisions,
         chosen=chosen,
     )
@@ -168,6 +174,7 @@ def smallest_topology(plan: ServingPlan, accelerator: Accelerator, wishes: Wishe
 def _check(wishes: Wishes, dtype: str, kv_dtype: str, config: LlamaConfig) -> None:
     if dtype not in WEIGHT_ITEMSIZES:
         raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(WEIGHT_ITEMSIZES)}")
+    check_weights(wishes.weights)
     if kv_dtype not in KV_ITEMSIZES:
         raise ConfigError(f"the dtype of K and V is {kv_dtype!r}, expected one of {', '.join(KV_ITEMSIZES)}")
     fraction = CacheConfig.memory_fraction if wishes.memory_fraction is None else wishes.memory_fraction
@@ -220,7 +227,7 @@ class _Planner:
         shapes = [StepShape(t, min(t, rows), p) for t in tokens for p in page_buckets(rows, asked, page_size)]
         itemsize = WEIGHT_ITEMSIZES[self.dtype]
         parts = {
-            "weights": stored_weight_bytes(part, self.dtype, tiled=tpu),
+            "weights": stored_weight_bytes(part, self.dtype, tiled=tpu, weights=wishes.weights),
             "sampler's state": state_bytes(rows, config.vocab_size, tiled=tpu),
             "step's inputs": max(map(input_bytes, shapes)),
             "temporaries": max(temporary_bytes(config, part, shape, chip, itemsize=itemsize) for shape in shapes),

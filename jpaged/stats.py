@@ -58,7 +58,7 @@ class EngineStats:
       num_step_tokens: tokens computed, padding not counted.
       num_padded_tokens: padding computed beside them.
       num_generated_tokens: output tokens given out.
-      num_compilations, compile_s: compiled step shapes and the time they took.
+      num_compilations, compile_s: compiled programs, and the sum of their times, which may overlap.
       plan_s: scheduler.
       pack_s: building the packed inputs.
       move_s: copying pages, and moving them to the host and back.

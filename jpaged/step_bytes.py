@@ -15,7 +15,7 @@ from typing import Final
 from jpaged.accelerators import Accelerator
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError
-from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES
+from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES, kernel_shapes, weight_bytes
 from jpaged.models.config import LlamaConfig
 
 _LANES: Final = 128
@@ -136,30 +136,31 @@ def divided(config: LlamaConfig, degree: int) -> LlamaConfig:
     )
 
 
-def stored_weight_bytes(part: LlamaConfig, dtype: str, *, tiled: bool) -> int:
+def stored_weight_bytes(part: LlamaConfig, dtype: str, *, tiled: bool, weights: str | None = None) -> int:
     """Bytes of a device's weights.
 
     Args:
       part: what the device holds (`divided`).
       dtype: of the weights.
       tiled: on a TPU, where arrays are padded.
+      weights: the form of the layers' kernels, if another: "int8" or "fp8".
 
     Raises:
-      ConfigError: `dtype` is no dtype of weights.
+      ConfigError: `dtype` is no dtype of weights, or `weights` no form of them.
     """
-    if dtype not in WEIGHT_ITEMSIZES:
-        raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(WEIGHT_ITEMSIZES)}")
-    itemsize = WEIGHT_ITEMSIZES[dtype]
+    untiled = weight_bytes(part, dtype, weights)  # refuses what is neither
     if not tiled:
-        return part.num_parameters * itemsize
-    width, mlp, heads = part.hidden_size, part.intermediate_size, part.num_attention_heads
-    qkv = (heads + 2 * part.num_key_value_heads) * part.head_dim
-    layer = [(width,), (width, qkv), (heads * part.head_dim, width), (width,), (width, 2 * mlp), (mlp, width)]
+        return untiled
+    itemsize, width, kernels = WEIGHT_ITEMSIZES[dtype], part.hidden_size, kernel_shapes(part)
+    vectors = [(width,), (width,)]
     if part.attention_bias:
-        layer += [(qkv,), (width,)]
+        vectors += [(kernels[0][1],), (width,)]
+    layer = sum(tiled_bytes(shape, itemsize) for shape in vectors)
+    layer += sum(tiled_bytes(shape, itemsize if weights is None else 1) for shape in kernels)
+    if weights is not None:
+        layer += sum(tiled_bytes((columns,), 4) for _, columns in kernels)
     tables = [(part.vocab_size, width)] * (1 if part.tie_word_embeddings else 2)
-    ends = sum(tiled_bytes(shape, itemsize) for shape in [*tables, (width,)])
-    return part.num_hidden_layers * sum(tiled_bytes(shape, itemsize) for shape in layer) + ends
+    return part.num_hidden_layers * layer + sum(tiled_bytes(shape, itemsize) for shape in [*tables, (width,)])
 
 
 def stored_page_bytes(part: LlamaConfig, page_size: int, dtype: str, *, tiled: bool) -> int:

@@ -1,8 +1,10 @@
 """`StepPlan`: what the scheduler decides for one step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jpaged.sequence import Sequence, SequenceGroup
 
@@ -53,7 +55,12 @@ class StepPlan:
     Rows of one token stand first, then rows of more, then forks, which compute no token; else in the order of service.
 
     Attributes:
-      seqs, starts, q_lens, samples, sources: as in `PlannedRow`, where `q_lens` is called `num_tokens`.
+      seqs, starts, q_lens, samples, sources: as in `PlannedRow`, where `q_lens` is called `num_tokens`. i64[S], but
+        `seqs` a list and `samples` bool[S].
+      entries: i64[S], `state_index` of the sequences.
+      versions: i64[S, 2], their `pages_version` and their `run`.
+      from_device: bool[S], the last token of the row is the one that the device sampled last for the sequence; the host
+        need not know it yet. It knows all others.
       num_decode: leading rows of one token.
       num_tokens: tokens of all rows, padding not counted.
       transfers: what to do with pages before the step.
@@ -62,15 +69,45 @@ class StepPlan:
     """
 
     seqs: list[Sequence]
-    starts: list[int]
-    q_lens: list[int]
-    samples: list[bool]
-    sources: list[int]
+    starts: np.ndarray
+    q_lens: np.ndarray
+    samples: np.ndarray
+    sources: np.ndarray
+    entries: np.ndarray
+    versions: np.ndarray
+    from_device: np.ndarray
     num_decode: int
     num_tokens: int
     transfers: PageTransfers = field(default_factory=PageTransfers)
     preempted: tuple[SequenceGroup, ...] = ()
     admitted: tuple[Sequence, ...] = ()
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[PlannedRow], **options: Any) -> "StepPlan":
+        """A plan of these rows, in the order of a plan, whose sequences count them as computed.
+
+        Args:
+          rows: of sequences that have a state index.
+          **options: the last three fields.
+        """
+        rows = list(rows)
+        seqs = [row.seq for row in rows]
+        columns = [(row.start, row.num_tokens, row.source, row.seq.state_index) for row in rows]
+        starts, q_lens, sources, entries = np.array(columns, np.int64).reshape(-1, 4).T
+        samples = np.array([row.samples for row in rows], bool)
+        return cls(
+            seqs,
+            starts,
+            q_lens,
+            samples,
+            sources,
+            entries,
+            versions=np.array([(seq.pages_version, seq.run) for seq in seqs], np.int64).reshape(-1, 2),
+            from_device=np.array([row.kv_len > row.seq.num_given_tokens for row in rows], bool),
+            num_decode=int((q_lens == 1).sum()),
+            num_tokens=int(q_lens.sum()),
+            **options,
+        )
 
     @property
     def num_seqs(self) -> int:
@@ -80,4 +117,5 @@ class StepPlan:
     @property
     def rows(self) -> Iterator[PlannedRow]:
         """The columns, row by row."""
-        return map(PlannedRow, self.seqs, self.starts, self.q_lens, self.samples, self.sources)
+        columns = (self.starts, self.q_lens, self.samples, self.sources)
+        return map(PlannedRow, self.seqs, *(column.tolist() for column in columns))

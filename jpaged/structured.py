@@ -11,6 +11,13 @@ from jpaged.errors import RequestError
 MAX_TEXT_BYTES: Final = 64 * 1024  # of a schema, a regex, a grammar, or all choices together
 MAX_CHOICES: Final = 1024
 
+# How the errors of requests begin that were taken and cannot be served: the server tells whose fault it is by these.
+FORM_REFUSED: Final = "structured"  # and a field: the form is wrong
+DEAD_END: Final = "the form cannot be continued with any token that is allowed, and is not complete"
+FORM_TOO_COMPLEX: Final = "the form took more than it may while it was followed"
+FORM_FAILED: Final = "the form could not be followed, by a fault of this program"
+TOO_MANY_WAIT: Final = "too many forms wait to be compiled; try again"
+
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
 _KINDS: Final[tuple[Kind, ...]] = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -76,6 +83,16 @@ class StructuredOutput:
     def kind(self) -> Kind:
         """Which of the five is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False)
+
+
+def is_refusal(error: str) -> bool:
+    """Whether a request that was taken ended in `error` because of what it asks for, not by a fault of this program.
+
+    Example:
+      >>> is_refusal("structured.regex is refused: unclosed group"), is_refusal("the model produced NaN")
+      (True, False)
+    """
+    return error.startswith((FORM_REFUSED, DEAD_END, FORM_TOO_COMPLEX, TOO_MANY_WAIT))
 
 
 def _check_text(name: str, text: object) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jpaged.models.llama import Llama
     from jpaged.models.load import load_config, load_model
     from jpaged.models.protocol import PagedModel
+    from jpaged.models.quantised import quantise
 
 __all__ = [
     "Llama",
@@ -24,6 +25,7 @@ __all__ = [
     "iter_gguf_tensors",
     "load_config",
     "load_model",
+    "quantise",
     "save_orbax",
 ]
 
@@ -36,6 +38,7 @@ _HOME = {
     "iter_gguf_tensors": "gguf",
     "load_config": "load",
     "load_model": "load",
+    "quantise": "quantised",
     "save_orbax": "checkpoint",
 }
 

@@ -14,8 +14,9 @@ from jaxtyping import DTypeLike
 from jpaged.errors import ModelLoadError
 from jpaged.models.config import LlamaConfig
 from jpaged.models.llama import Llama
-from jpaged.models.parameter_map import path_name
-from jpaged.models.weights import Progress, abstract_llama, llama_from_arrays
+from jpaged.models.parameter_map import ParameterPath, is_quantisable, path_name
+from jpaged.models.quantised import refuse_quantised
+from jpaged.models.weights import Progress, abstract_llama, llama_from_arrays, num_bytes, place
 
 _PARAMS = "params"
 
@@ -34,6 +35,9 @@ def save_orbax(model: Llama, folder: str | Path) -> None:
       model: what to save.
       folder: made if need be; an earlier checkpoint in it is replaced.
 
+    Raises:
+      ConfigError: the model's weights are quantised.
+
     Example:
       >>> import tempfile
       >>> from flax import nnx
@@ -47,6 +51,7 @@ def save_orbax(model: Llama, folder: str | Path) -> None:
     """
     import orbax.checkpoint as ocp
 
+    refuse_quantised(model, "saved")
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {path_name(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
@@ -55,14 +60,22 @@ def save_orbax(model: Llama, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n", encoding="utf-8")
 
 
-def restore_orbax(folder: Path, config: LlamaConfig, *, dtype: DTypeLike, progress: Progress | None = None) -> Llama:
+def restore_orbax(
+    folder: Path,
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike,
+    weights: str | None = None,
+    progress: Progress | None = None,
+) -> Llama:
     """Restores what `save_orbax` wrote; arrays are converted as they are read, so there is one copy.
 
     Args:
       folder: what `save_orbax` was given.
       config: its config.
       dtype: of the model.
-      progress: called once, when all is there.
+      weights: the form of the layers' kernels, see `load_model`. They are then read one by one.
+      progress: called with (bytes on the device, bytes in all) as arrays arrive.
 
     Raises:
       ModelLoadError: a damaged checkpoint, or parameters that do not fit the config (each one is named).
@@ -73,18 +86,29 @@ def restore_orbax(folder: Path, config: LlamaConfig, *, dtype: DTypeLike, progre
     path = folder.absolute() / _PARAMS
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = nnx.to_flat_state(nnx.state(abstract_llama(config, dtype)))
-    wanted = {
-        path_name(name): jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding)
-        for name, variable in state
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
+    wanted = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding) for name, variable in state}
+    # A kernel that is quantised comes by itself, so that the next one is not there yet; all others together.
+    alone = [name for name in wanted if weights is not None and is_quantisable(name)]
+    groups = [[name] for name in alone] + [[name for name in wanted if name not in set(alone)]]
+    total = num_bytes(abstract_llama(config, dtype, weights))
+    arrays: dict[ParameterPath, jax.Array] = {}
+    with ocp.PyTreeCheckpointer() as checkpointer:
         try:
             metadata = checkpointer.metadata(path).item_metadata
             if metadata is None:  # how Orbax says that it could not read it
                 raise ValueError("no metadata of the parameters in it")
             saved = metadata.tree
-            _check({name: tuple(saved[name].shape) for name in saved}, {name: w.shape for name, w in wanted.items()})
-            arrays = checkpointer.restore(path, wanted)
+            shapes = {path_name(name): one.shape for name, one in wanted.items()}
+            _check({name: tuple(saved[name].shape) for name in saved}, shapes)
+            for group in groups:
+                part = {path_name(name): wanted[name] for name in group}
+                restore_args = ocp.checkpoint_utils.construct_restore_args(part)
+                request = ocp.args.PyTreeRestore(item=part, restore_args=restore_args, partial_restore=True)
+                restored = checkpointer.restore(path, args=request)
+                for name in group:
+                    arrays |= place(name, restored.pop(path_name(name)), weights)
+                if progress is not None:
+                    progress(sum(array.nbytes for array in arrays.values()), total)
         except (ModelLoadError, MemoryError, jax.errors.JaxRuntimeError):
             raise  # too little memory is not damage
         except Exception as error:  # of any class: Orbax, tensorstore and json each have their own for damaged files
@@ -93,10 +117,7 @@ def restore_orbax(folder: Path, config: LlamaConfig, *, dtype: DTypeLike, progre
                 f"the Orbax checkpoint {path} cannot be read; it is damaged or not whole: copy or save it again "
                 f"({type(error).__name__}: {reason})"
             ) from error
-    if progress is not None:
-        total = sum(array.nbytes for array in arrays.values())
-        progress(total, total)
-    return llama_from_arrays(config, dtype, {name: arrays[path_name(name)] for name, _ in state})
+    return llama_from_arrays(config, dtype, arrays, weights)
 
 
 def _check(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from jpaged.errors import ConfigError
 from jpaged.models.llama import Llama
 from jpaged.models.parameter_map import ParameterPath, Piece, parameter_map
+from jpaged.models.quantised import refuse_quantised
 from jpaged.models.safetensors_folder import INDEX, SINGLE
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -29,7 +30,7 @@ def export_safetensors(model: Llama, folder: str | Path, *, max_shard_bytes: int
       max_shard_bytes: tensors are spread over several files, with an index, where they take more than this.
 
     Raises:
-      ConfigError: `max_shard_bytes` is not above 0.
+      ConfigError: `max_shard_bytes` is not above 0, or the model's weights are quantised.
 
     Example:
       >>> import tempfile
@@ -44,6 +45,7 @@ def export_safetensors(model: Llama, folder: str | Path, *, max_shard_bytes: int
     """
     if max_shard_bytes <= 0:
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}, expected a number of bytes above 0")
+    refuse_quantised(model, "exported")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / SINGLE, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):

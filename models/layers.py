@@ -15,10 +15,10 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jpaged.models.config import LlamaConfig
 from jpaged.models.linear import Linear
-from jpaged.pallas_kernels import Rope
+from jpaged.pallas_kernels import Rope, add_rms_norm, best_parts, split_product
 
-# (q, k, v) -> (out, the layer's pages or None)
-Attend = Callable[[Array, Array, Array], tuple[Any, Any]]
+# qkv [*B, Hq + 2 Hkv, D], or f32 parts of it, -> (out [*B, Hq, D], the layer's pages or None)
+Attend = Callable[[Array], tuple[Any, Any]]
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -68,9 +68,25 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return self.add(x, None)[1]
+
+    def add(
+        self,
+        x: Float[Array, "*B E"],
+        delta: Float[Array, "..."] | None,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "*B E"], Float[Array, "*B E"]]:
+        """x + delta, and its norm; see `add_rms_norm`."""
+        return add_rms_norm(x, delta, self.scale[...], self.eps, implementation=implementation)
+
+
+def product(linear: Any, x: Float[Array, "*B K"], *, in_parts: bool) -> Float[Array, "..."]:
+    """linear(x), or f32 parts of it [P, *B, F] where that is better and `in_parts` says that they are wanted."""
+    if not in_parts or type(linear) is not Linear or linear.bias is not None:
+        return linear(x)
+    kernel = linear.kernel[...]
+    return split_product(x, kernel, best_parts(math.prod(x.shape[:-1]), kernel))
 
 
 class Attention(nnx.Module):
@@ -88,12 +104,14 @@ class Attention(nnx.Module):
         self.o = Linear(heads * dim, config.hidden_size, **options)
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], Any]:
+    def __call__(
+        self, x: Float[Array, "*B E"], attend: Attend, *, in_parts: bool = False
+    ) -> tuple[Float[Array, "..."], Any]:
+        """The output [*B, E], or with `in_parts` perhaps parts of it, as `attend` then gets parts, too."""
         heads, kv_heads, dim = self.heads
-        split = self.qkv(x).reshape(*x.shape[:-1], heads + 2 * kv_heads, dim)
-        q, k, v = jnp.split(split, [heads, heads + kv_heads], axis=-2)
-        out, kv_pages = attend(q, k, v)
-        return self.o(out.reshape(*x.shape[:-1], heads * dim)), kv_pages
+        qkv = product(self.qkv, x, in_parts=in_parts)
+        out, kv_pages = attend(qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, dim))
+        return product(self.o, out.reshape(*x.shape[:-1], heads * dim), in_parts=in_parts), kv_pages
 
 
 class MLP(nnx.Module):
@@ -108,13 +126,14 @@ class MLP(nnx.Module):
         self.down = Linear(config.intermediate_size, config.hidden_size, rngs=rngs, dtype=dtype)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+    def __call__(self, x: Float[Array, "*B E"], *, in_parts: bool = False) -> Float[Array, "..."]:
+        """The output [*B, E], or with `in_parts` perhaps parts of it."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return product(self.down, jax.nn.silu(gate) * up, in_parts=in_parts)
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to what follows, with its norm."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -122,7 +141,22 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*B E"], attend: Attend) -> tuple[Float[Array, "*B E"], Any]:
-        out, kv_pages = self.attention(self.attention_norm(x), attend)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), kv_pages
+    def __call__(
+        self,
+        x: Float[Array, "*B E"],
+        delta: Float[Array, "..."] | None,
+        attend: Attend,
+        *,
+        in_parts: bool = False,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "*B E"], Float[Array, "..."], Any]:
+        """The layer's input is x + delta, its output the sum of the first two results; the third are its pages.
+
+        Args:
+          in_parts: whether products may come in parts, which `attend` and the norms add up.
+          implementation: of the norms.
+        """
+        x, normed = self.attention_norm.add(x, delta, implementation=implementation)
+        out, kv_pages = self.attention(normed, attend, in_parts=in_parts)
+        x, normed = self.mlp_norm.add(x, out, implementation=implementation)
+        return x, self.mlp(normed, in_parts=in_parts), kv_pages

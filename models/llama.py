@@ -8,7 +8,15 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 from jpaged.models.config import LlamaConfig
 from jpaged.models.layers import Block, RMSNorm, rotary_angles
 from jpaged.models.linear import Linear, normal
-from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, apply_rope, attend_and_write, plan_attention
+from jpaged.pallas_kernels import (
+    KVPages,
+    PagedMetadata,
+    PageSpec,
+    apply_rope,
+    attend_and_write_qkv,
+    norm_implementation,
+    plan_attention,
+)
 
 
 class Llama(nnx.Module):
@@ -107,18 +115,21 @@ class Llama(nnx.Module):
             meta = plan_attention(meta, kv_pages[0].spec)
         rope = rotary_angles(self.config, meta.positions)
         options = {"rope": rope, "sliding_window": self.config.sliding_window, "implementation": implementation}
+        # A name is that of attention; a norm is not refused because its kernel does not take a shape.
+        norms = "xla" if implementation == "xla" else None
+        in_parts = norm_implementation(norms, self.dtype, self.config.hidden_size) == "mosaic_gpu"
         with jax.named_scope("embed"):
-            x = self.embed[...][tokens]
+            x, delta = self.embed[...][tokens], None
         written = []
         for index, (block, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
 
-            def attend(q, k, v, pages=pages):
-                return attend_and_write(q, k, v, pages, meta, **options)
+            def attend(qkv, pages=pages):
+                return attend_and_write_qkv(qkv, pages, meta, dtype=self.dtype if qkv.ndim > 3 else None, **options)
 
             with jax.named_scope(f"layer_{index}"):
-                x, pages = block(x, attend)
+                x, delta, pages = block(x, delta, attend, in_parts=in_parts, implementation=norms)
             written.append(pages)
-        return self.norm(x), written
+        return self.norm.add(x, delta, implementation=norms)[1], written
 
     @jax.named_scope("logits")
     def logits(self, hidden: Float[Array, "*B E"]) -> Float32[Array, "*B V"]:
@@ -154,7 +165,9 @@ class Llama(nnx.Module):
         def rotate(x):
             return apply_rope(x.reshape(-1, *x.shape[2:]), rope).reshape(x.shape)
 
-        def attend(q, k, v):
+        def attend(qkv):
+            heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+            q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=-2)
             # It widens bf16 to f32 inside without saying so, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"):
                 out = jax.nn.dot_product_attention(
@@ -163,10 +176,11 @@ class Llama(nnx.Module):
             return out, None
 
         def run(block, x):
-            return block(x, attend)[0]
+            x, delta, _ = block(x, None, attend, implementation="xla")
+            return x + delta
 
         run = nnx.remat(run) if remat else run
         x = self.embed[...][tokens]
         for block in self.layers:
             x = run(block, x)
-        return self.logits(self.norm(x))
+        return self.logits(self.norm.add(x, None, implementation="xla")[1])

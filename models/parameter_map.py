@@ -22,6 +22,9 @@ from jpaged.models.config import LlamaConfig
 # Names of attributes and places in lists, as flax gives them.
 ParameterPath = tuple[Any, ...]
 
+# Forms in which the kernels of the layers may be held, in place of a float dtype (`jpaged.models.quantised`).
+WEIGHT_FORMS = ("int8", "fp8")
+
 LM_HEAD = "lm_head.weight"
 EMBED = "model.embed_tokens.weight"
 
@@ -100,6 +103,16 @@ def parameter_map(config: LlamaConfig) -> dict[ParameterPath, tuple[Piece, ...]]
     if not config.tie_word_embeddings:
         result["lm_head", "kernel"] = kernel("", embed, lm_head=config.vocab_size)
     return result
+
+
+def is_quantisable(path: ParameterPath) -> bool:
+    """Whether a parameter is one of the four kernels of a layer.
+
+    Example:
+      >>> is_quantisable(("layers", 0, "mlp", "down", "kernel")), is_quantisable(("lm_head", "kernel"))
+      (True, False)
+    """
+    return path[0] == "layers" and path[-1] == "kernel"
 
 
 def path_name(path: ParameterPath) -> str:

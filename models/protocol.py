@@ -20,8 +20,8 @@ class PagedModel(Protocol):
     What the engine promises: `__call__` and `logits` are traced under `jax.jit` with the model's parameters as
     arguments; tokens of one step are flat and ragged, row after row, and `meta` says which token belongs to which
     sequence; padding tokens are token 0 at position 0 of the null page, and what a model computes for them is ignored.
-    What a model promises: it attends through `attend_and_write` (or `write_kv` and `paged_attention`) alone, hands each
-    layer's pages on, and mixes tokens in no other way.
+    What a model promises: it attends through `attend_and_write`, `attend_and_write_qkv` (or `write_kv` and
+    `paged_attention`) alone, hands each layer's pages on, and mixes tokens in no other way.
 
     Attributes:
       vocab_size: tokens of the vocabulary (V).

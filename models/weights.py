@@ -1,9 +1,11 @@
 """Filling a Llama from a checkpoint: one parameter at a time, each tensor exactly once.
 
 The host holds one parameter and one tensor at a time, the device one copy of the weights: a parameter's buffer is made
-in the wanted dtype, filled piece by piece, sent to the device, and dropped before the next one is begun.
+in the wanted dtype, filled piece by piece, sent to the device, quantised there if that is wanted, and dropped before
+the next one is begun.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +17,8 @@ from jaxtyping import DTypeLike
 from jpaged.errors import ModelLoadError
 from jpaged.models.config import LlamaConfig
 from jpaged.models.llama import Llama
-from jpaged.models.parameter_map import EMBED, LM_HEAD, ParameterPath, Piece, parameter_map, path_name
+from jpaged.models.parameter_map import EMBED, LM_HEAD, ParameterPath, Piece, is_quantisable, parameter_map, path_name
+from jpaged.models.quantised import quantise, quantise_kernel
 
 # Called with (bytes on the device so far, bytes in all) after each parameter.
 Progress = Callable[[int, int], None]
@@ -55,20 +58,32 @@ def float_dtype(dtype: DTypeLike) -> np.dtype:
     return jax.numpy.dtype(name)
 
 
-def abstract_llama(config: LlamaConfig, dtype: DTypeLike) -> Llama:
-    """A Llama whose parameters have shapes and dtypes but no memory."""
-    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), dtype=dtype))
+def abstract_llama(config: LlamaConfig, dtype: DTypeLike, weights: str | None = None) -> Llama:
+    """A Llama whose parameters have shapes and dtypes but no memory; `weights` as in `load_model`."""
+
+    def make() -> Llama:
+        model = Llama(config, rngs=nnx.Rngs(0), dtype=dtype)
+        return model if weights is None else quantise(model, weights)
+
+    return nnx.eval_shape(make)
 
 
-def llama_from_arrays(config: LlamaConfig, dtype: DTypeLike, arrays: Mapping[ParameterPath, jax.Array]) -> Llama:
-    """A Llama that holds exactly these arrays; nothing is copied."""
-    graph, state = nnx.split(abstract_llama(config, dtype))
+def llama_from_arrays(
+    config: LlamaConfig, dtype: DTypeLike, arrays: Mapping[ParameterPath, jax.Array], weights: str | None = None
+) -> Llama:
+    """A Llama that holds exactly these arrays; nothing is copied. `weights` as in `load_model`."""
+    graph, state = nnx.split(abstract_llama(config, dtype, weights))
     flat = [(path, variable.replace(arrays[path])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def fill_llama(
-    config: LlamaConfig, source: TensorSource, *, dtype: DTypeLike, progress: Progress | None = None
+    config: LlamaConfig,
+    source: TensorSource,
+    *,
+    dtype: DTypeLike,
+    weights: str | None = None,
+    progress: Progress | None = None,
 ) -> Llama:
     """Reads a checkpoint into a new Llama.
 
@@ -79,6 +94,7 @@ def fill_llama(
       config: the shape that the checkpoint must have.
       source: its tensors.
       dtype: of the model; tensors are converted on the host.
+      weights: the form of the layers' kernels, see `load_model`.
       progress: called with (bytes on the device, bytes in all) after each parameter.
 
     Raises:
@@ -93,16 +109,38 @@ def fill_llama(
             f"{LM_HEAD} differs from {EMBED}, but the config says that they are tied; "
             'set "tie_word_embeddings" to false in config.json to use both'
         )
-    sizes = {path: sum(int(np.prod(piece.shape)) for piece in pieces) for path, pieces in mapping.items()}
-    total, done = sum(sizes.values()) * wanted.itemsize, 0
-    arrays = {}
+    total, arrays = num_bytes(abstract_llama(config, wanted, weights)), {}
     for path, pieces in mapping.items():
-        # Without the wait, host buffers would pile up behind the transfers.
-        arrays[path] = jax.block_until_ready(jax.device_put(_assemble(path, pieces, source, wanted)))
-        done += sizes[path] * wanted.itemsize
+        arrays |= place(path, _assemble(path, pieces, source, wanted), weights)
         if progress is not None:
-            progress(done, total)
-    return llama_from_arrays(config, wanted, arrays)
+            progress(sum(array.nbytes for array in arrays.values()), total)
+    return llama_from_arrays(config, wanted, arrays, weights)
+
+
+def num_bytes(model: Llama) -> int:
+    """Bytes of the parameters of a model, abstract or not.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+      ...                      num_attention_heads=2)
+      >>> [num_bytes(abstract_llama(config, "bfloat16", weights)) for weights in (None, "int8")]
+      [376, 376]
+    """
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def place(
+    path: ParameterPath, parameter: np.ndarray | jax.Array, weights: str | None
+) -> dict[ParameterPath, jax.Array]:
+    """Sends a parameter to the device, unless it is there, and quantises a kernel there; gives what is kept, by path.
+
+    Waits until all is there: else host buffers, and kernels that are not quantised yet, would pile up.
+    """
+    array = jax.device_put(parameter)
+    if weights is None or not is_quantisable(path):
+        return {path: jax.block_until_ready(array)}
+    codes, scale = jax.block_until_ready(quantise_kernel(array, weights))
+    return {path: codes, (*path[:-1], "scale"): scale}
 
 
 def check_tensors(

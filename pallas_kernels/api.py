@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Float32
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Float32
 
 from .compat import current_gpu, current_tpu
 from .dispatch import current_platform, resolve_implementation, supported_implementations
@@ -13,6 +14,7 @@ from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .rope import Rope, apply_rope, validate_rope
+from .split_product import sum_parts
 from .tpu_plan import TPUWork, plan_tpu
 from .tpu_tuning import choose_tpu_blocks
 from .tuning import choose_gpu_blocks
@@ -233,13 +235,89 @@ def attend_and_write(
     return out, kv_pages
 
 
+def attend_and_write_qkv(
+    qkv: Float[Array, "T H D"] | Float32[Array, "P T H D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    *,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " Hq"] | None = None,
+    return_lse: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Any, KVPages]:
+    """`attend_and_write` of a fused projection: where a kernel reads it as it lies, q, k and v are not cut apart.
+
+    Args:
+      qkv: the query heads of each token, then its Hkv heads of keys, then as many of values: H = Hq + 2 Hkv. An array
+        of its own, such as a product's result: of a token alone, a slice of another array may lie where a kernel for
+        GPUs cannot read it. Or f32 parts of it, as `split_product` gives them.
+      dtype: that the sum of parts is rounded to; needed for parts, and for nothing else.
+      (others): as in `attend_and_write`.
+
+    Returns:
+      what `attend_and_write` returns.
+
+    Raises:
+      ValueError, NotImplementedError, ExceptionGroup: as `attend_and_write`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpaged.pallas_kernels import PagedMetadata, PageSpec, make_pages
+      >>> i32 = lambda *x: jnp.array(x, jnp.int32)
+      >>> meta = PagedMetadata(  # one row with two tokens on page 3
+      ...     page_table=i32([3]), kv_lens=i32(2), cu_q_lens=i32(0, 2), positions=i32(0, 1), slot_mapping=i32(48, 49),
+      ...     num_decode=jnp.int32(0), num_seqs=jnp.int32(1))
+      >>> spec = PageSpec(num_pages=4, page_size=16, num_kv_heads=1, head_dim=2, dtype="float32")
+      >>> qkv = jnp.array([[[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 0.0], [3.0, 4.0]]])
+      >>> out, kv_pages = attend_and_write_qkv(qkv, make_pages(spec), meta)
+      >>> out.tolist(), float(kv_pages.data[3].sum())
+      ([[[1.0, 0.0]], [[2.0, 2.0]]], 8.0)
+    """
+    kv_heads = kv_pages.spec.num_kv_heads
+    heads = qkv.shape[-2] - 2 * kv_heads
+    if heads < 1:
+        raise ValueError(f"{qkv.shape=}; expected [T, Hq + 2 Hkv, D], with Hkv = {kv_heads} from kv_pages.spec")
+    if (dtype is None) != (qkv.ndim == 3):
+        raise ValueError(f"{qkv.shape=} {dtype=}; expected a dtype for parts [P, T, H, D], and none for [T, H, D]")
+    whole = qkv if dtype is None else sum_parts(qkv, dtype)  # computed only where it is used
+    q, k, v = jnp.split(whole, [heads, heads + kv_heads], axis=1)
+    if rope is not None and rope.cos.shape[1] % 2 == 0 and _writes_by_gpu_kernel(kv_pages, implementation):
+        from .write_gpu import rotate_and_write_qkv_gpu  # needs jax 0.11
+
+        validate_rope(whole, rope)
+        validate_new_kv(k, v, kv_pages, meta)
+        q, kv_pages = rotate_and_write_qkv_gpu(qkv, kv_pages, meta, rope, dtype=dtype)
+    else:
+        q, kv_pages = _rotate_and_write(q, k, v, kv_pages, meta, rope, implementation)
+    out = paged_attention(
+        q,
+        kv_pages,
+        meta,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    return out, kv_pages
+
+
+def _writes_by_gpu_kernel(kv_pages: KVPages, implementation: str | None) -> bool:
+    return resolve_implementation(implementation, spec=kv_pages.spec)[0] == "mosaic_gpu"
+
+
 def _rotate_and_write(q, k, v, kv_pages: KVPages, meta: PagedMetadata, rope: Rope | None, implementation: str | None):
     """The rotated q and the written pages: by one kernel on Hopper."""
     if rope is not None:
         validate_rope(q, rope)
         validate_rope(k, rope)
     validate_new_kv(k, v, kv_pages, meta)
-    if resolve_implementation(implementation, spec=kv_pages.spec)[0] == "mosaic_gpu":
+    if _writes_by_gpu_kernel(kv_pages, implementation):
         from .write_gpu import rotate_and_write_gpu  # needs jax 0.11
 
         return rotate_and_write_gpu(q, k, v, kv_pages, meta, rope)

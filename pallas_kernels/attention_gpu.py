@@ -48,11 +48,13 @@ def make_records(
     if prefill_blocks(q_shape, spec, meta) is not None:
         q_lens = jnp.where(jnp.arange(num_rows) < meta.num_decode, q_lens, 0)
         num_tokens = num_rows  # as in a decode step
+    sharing = plan.may_share(meta.work.counters.shape[0], meta.work.blocks, num_rows, spec.num_kv_heads, group, window)
     return plan.make_work_list(
         meta,
         q_lens,
-        page_size=spec.page_size,
+        meta.work.prefixes if sharing else None,
         num_kv_heads=spec.num_kv_heads,
+        group=group,
         tokens=choose_tile(num_tokens, num_rows, group, q_shape[2])[0],
         sliding_window=window,
         block_kv=meta.work.blocks.block_kv,

@@ -8,7 +8,9 @@ parts are written on registers: a row's owner loads and stores it, and nobody el
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
+import functools
 import math
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,8 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
 _THREADS = 128
-_AT_ONCE = 16  # pieces whose loads are in flight together
+_AT_ONCE, _FEW = 16, 4  # pieces whose loads are in flight together; of units that have no more than a few
+WIDTH = 4  # neighbouring outputs that a thread joins
 
 
 def i32(x: int) -> ir.Value:
@@ -195,114 +198,216 @@ def store_rows(out_ref, lse_ref, token, head, live_rows, out, lse, *, group: int
     store(out_ref, *[lse_ref] * with_lse, token, head, live_rows, out, *[lse] * with_lse)
 
 
-def store_partial(part_ref, part_lse_ref, slot, live_rows, out, lse) -> None:
+def store_partial(part_ref, part_lse_ref, first_row, live_rows, out, lse) -> None:
     """Stores the rows of a piece: outputs as if there were no others, and base-2 log-sum-exps."""
 
     @plgpu.inline_mgpu(arg_types=(_REF, _REF, _SCALAR, _SCALAR, plgpu.Layout.WGMMA, _ROWS))
-    def store(_, ref, lse_ref, slot, live_rows, out, lse):
-        slot = scalar_of(slot)
+    def store(_, ref, lse_ref, first_row, live_rows, out, lse):
+        first_row = scalar_of(first_row)
         _store_own_rows(
             out,
             lse,
             scalar_of(live_rows),
-            lambda x, row, column: store_global(x, ref, [slot, row, column], 2),
-            lambda x, row: store_global(x, lse_ref, [slot, row]),
+            lambda x, row, column: store_global(x, ref, [arith.addi(first_row, row), column], 2),
+            lambda x, row: store_global(x, lse_ref, [arith.addi(first_row, row)]),
         )
 
-    store(part_ref, part_lse_ref, slot, live_rows, out, lse)
+    store(part_ref, part_lse_ref, first_row, live_rows, out, lse)
 
 
-def join_pieces(refs, scalars, *, group: int, head_dim: int) -> None:
+@dataclass(frozen=True)
+class Sources:
+    """Where the results of a unit's pieces are; scalars. The last `shared_pieces` are those of a shared unit, if any.
+
+    The first of each kind is named; the k-th of the others is 2k - 1 places behind it, of `tile_rows` rows each for
+    own pieces and of `TILE_ROWS` for shared ones.
+    """
+
+    pieces: ir.Value
+    first_result: ir.Value
+    shared_pieces: ir.Value | None
+    shared_result: ir.Value | None
+    tile_rows: int
+
+    def first_row(self, nth: ir.Value) -> ir.Value:
+        """Row of the partial results where the nth piece begins."""
+        if self.shared_pieces is None or self.shared_result is None:
+            return self._row(self.first_result, nth, i32(self.tile_rows))
+        own = arith.subi(self.pieces, self.shared_pieces)
+        is_own = less(nth, own)
+        first = arith.select(is_own, self.first_result, self.shared_result)
+        nth = arith.select(is_own, nth, arith.subi(nth, own))
+        return self._row(first, nth, arith.select(is_own, i32(self.tile_rows), i32(TILE_ROWS)))
+
+    @staticmethod
+    def _row(first: ir.Value, nth: ir.Value, rows: ir.Value) -> ir.Value:
+        places = arith.maxsi(arith.subi(arith.muli(nth, i32(2)), i32(1)), i32(0))
+        return arith.addi(first, arith.muli(places, rows))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Four neighbouring outputs that a thread joins: `row` of the pieces and of the unit's queries."""
+
+    sources: Sources
+    row: ir.Value
+    column: ir.Value
+    token: ir.Value
+    query_head: ir.Value
+    live: ir.Value
+
+
+@dataclass(frozen=True)
+class Results:
+    """Arrays in global memory: of partial results and of finished ones; `lse` and `sinks` may be `None`."""
+
+    part: ir.Value
+    part_lse: ir.Value
+    out: ir.Value
+    lse: ir.Value | None
+    sinks: ir.Value | None
+
+
+def join_pieces(refs, scalars, *, group: int, head_dim: int, tile_rows: int, sharing: bool) -> None:
     """Counts this piece as finished; the last of a unit joins all of them and leaves the counter at 0.
 
     Args:
-      refs: partial outputs and log-sum-exps, counters, one int of shared memory, outputs, log-sum-exps or `None`, sinks
-        or `None`.
-      scalars: token, head, live rows, pieces, first worker.
+      refs: partial outputs and log-sum-exps, counters, ints of shared memory, outputs, log-sum-exps or `None`, sinks or
+        `None`.
+      scalars: token, head, live rows, pieces, counter, first result; with `sharing` also shared pieces and the first
+        result of them.
     """
     has = [ref is not None for ref in refs]
 
-    @plgpu.inline_mgpu(arg_types=(*[_REF] * sum(has), *[_SCALAR] * 5))
+    @plgpu.inline_mgpu(arg_types=(*[_REF] * sum(has), *[_SCALAR] * len(scalars)))
     def join(_, *args):
         args = list(args)
         part, part_lse, counters, flag, out, lse, sinks = (args.pop(0) if here else None for here in has)
-        token, head, live_rows, pieces, first_worker = map(scalar_of, args)
+        token, head, live_rows, pieces, counter, first_result, *shared = map(scalar_of, args)
         leader = equal(thread_index(), i32(0))
         zero = utils.c(0, ir.IndexType.get())
         # The barrier puts all threads' stores before the leader's fence, which makes them visible before the count is.
         utils.warpgroup_barrier()
         with utils.when(leader):
-            counter, _ = address(counters, [first_worker])
-            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-            before = utils.inline_ptx(
-                "atom.global.add.relaxed.gpu.u32 $0, [$1], 1;",
-                counter,
-                result_types=ir.IntegerType.get_signless(32),
-                has_side_effects=True,
-            )
-            memref.store(before, flag, [zero])
+            memref.store(count_one(counters, counter), flag, [zero])
         utils.warpgroup_barrier()
         before = memref.load(flag, [zero])
         with utils.when(equal(before, arith.subi(pieces, i32(1)))):
-            utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+            fence()
             with utils.when(leader):
-                store_global(i32(0), counters, [first_worker])
-            _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first_worker, group, head_dim)
+                store_global(i32(0), counters, [counter])
+            sources = Sources(pieces, first_result, *(shared or (None, None)), tile_rows=tile_rows)
+            results = Results(part, part_lse, out, lse, sinks)
+            if not sharing:
+                _join_unit(results, sources, token, head, live_rows, group, head_dim, _AT_ONCE)
+                return
+            for those, at_once in ((less(pieces, i32(_FEW + 1)), _FEW), (less(i32(_FEW), pieces), _AT_ONCE)):
+                with utils.when(those):
+                    _join_unit(results, sources, token, head, live_rows, group, head_dim, at_once)
 
     join(*[ref for ref in refs if ref is not None], *scalars)
 
 
-def _join(part, part_lse, out, lse, sinks, token, head, live_rows, pieces, first_worker, group, head_dim) -> None:
-    """Four neighbouring outputs a thread at a time, and `_AT_ONCE` pieces."""
-    width = 4
-    values = arith.muli(live_rows, i32(head_dim))
-    trips = ceil_div(values, width * _THREADS)
+def fence() -> None:
+    utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
 
-    @utils.fori(trips, [])
+
+def count_one(counters: ir.Value, counter: ir.Value) -> ir.Value:
+    """Adds 1 to a counter, after all that came before is visible; returns what it was."""
+    pointer, _ = address(counters, [counter])
+    fence()
+    return utils.inline_ptx(
+        "atom.global.add.relaxed.gpu.u32 $0, [$1], 1;",
+        pointer,
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+    )
+
+
+def _join_unit(results, sources, token, head, live_rows, group, head_dim, at_once) -> None:
+    """Joins a unit, four neighbouring outputs a thread at a time."""
+    values = arith.muli(live_rows, i32(head_dim))
+
+    @utils.fori(ceil_div(values, WIDTH * _THREADS), [])
     def _(trip, _):
-        value = arith.muli(arith.addi(arith.muli(trip, i32(_THREADS)), thread_index()), i32(width))
-        with utils.when(less(value, values)):
+        value = arith.muli(arith.addi(arith.muli(trip, i32(_THREADS)), thread_index()), i32(WIDTH))
+        live = less(value, values)
+        with utils.when(live):
             row = arith.divui(value, i32(head_dim))
             column = arith.subi(value, arith.muli(row, i32(head_dim)))
-            start = [f32(-1e30), f32(0.0), splat(f32(0.0), width)]
-
-            @utils.fori(ceil_div(pieces, _AT_ONCE), start)
-            def joined(batch, carry):
-                top, total, acc = carry
-                lses, outs = [], []
-                for i in range(_AT_ONCE):
-                    nth = arith.addi(arith.muli(batch, i32(_AT_ONCE)), i32(i))
-                    live = less(nth, pieces)
-                    nth = arith.select(live, nth, i32(0))
-                    slot = arith.muli(arith.addi(first_worker, nth), i32(2))
-                    slot = arith.select(equal(nth, i32(0)), arith.addi(slot, i32(1)), slot)
-                    lses.append(arith.select(live, load_global(part_lse, [slot, row]), f32(-math.inf)))
-                    outs.append(load_global(part, [slot, row, column], width))
-                new_top = top
-                for x in lses:
-                    new_top = arith.maximumf(new_top, x)
-                decay = exp2_of(arith.subf(top, new_top))
-                total, acc = arith.mulf(total, decay), arith.mulf(acc, splat(decay, width))
-                for x, piece in zip(lses, outs, strict=True):
-                    weight = exp2_of(arith.subf(x, new_top))
-                    total = arith.addf(total, weight)
-                    acc = arith.addf(acc, arith.mulf(piece, splat(weight, width)))
-                return [new_top, total, acc]
-
-            top, total, acc = joined.results
-            where = query_of(row, token, head, group)
-            if sinks is not None:
-                sink = arith.mulf(load_global(sinks, where[1:]), f32(math.log2(math.e)))
-                new_top = arith.maximumf(top, sink)
-                decay = exp2_of(arith.subf(top, new_top))
-                total = arith.addf(arith.mulf(total, decay), exp2_of(arith.subf(sink, new_top)))
-                acc, top = arith.mulf(acc, splat(decay, width)), new_top
-            acc = arith.divf(acc, splat(total, width))
-            store_global(rounded(acc, out, width), out, [*where, column], width)
-            if lse is not None:
-                with utils.when(equal(column, i32(0))):
-                    store_global(arith.mulf(arith.addf(top, log2_of(total)), f32(math.log(2))), lse, where)
+            join_places(results, [Place(sources, row, column, *query_of(row, token, head, group), live)], at_once)
         return []
+
+
+def join_places(results: Results, places: list[Place], at_once: int) -> None:
+    """Joins and stores outputs of some places, with the loads of `at_once` pieces of each in flight together.
+
+    In a fixed order, so that results repeat bit by bit. Those of rows that share a prefix are also the same for all
+    `at_once`: if there are more pieces than that, their largest log-sum-exp is found first, and no sum is scaled anew.
+    What is not live is not stored, and has no pieces.
+    """
+    most = functools.reduce(arith.maxsi, [place.sources.pieces for place in places])
+    batches = ceil_div(most, at_once)
+
+    def load_batch(batch: ir.Value, place: Place) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Rows of the partial results, and their log-sum-exps; -inf past the last piece."""
+        rows, lses = [], []
+        for i in range(at_once):
+            nth = arith.addi(arith.muli(batch, i32(at_once)), i32(i))
+            live = less(nth, place.sources.pieces)
+            rows.append(arith.addi(place.sources.first_row(arith.select(live, nth, i32(0))), place.row))
+            lses.append(arith.select(live, load_global(results.part_lse, [rows[-1]]), f32(-math.inf)))
+        return rows, lses
+
+    tops = [f32(-1e30) for _ in places]
+    if places[0].sources.shared_pieces is not None:
+
+        @utils.fori(arith.select(less(i32(at_once), most), batches, i32(0)), tops)
+        def largest(batch, tops):
+            lses = [load_batch(batch, place)[1] for place in places]
+            return [functools.reduce(arith.maximumf, x, top) for top, x in zip(tops, lses, strict=True)]
+
+        tops = largest.results
+
+    start = [x for top in tops for x in (top, f32(0.0), splat(f32(0.0), WIDTH))]
+
+    @utils.fori(batches, start)
+    def joined(batch, carry):
+        loaded = []
+        for place in places:
+            rows, lses = load_batch(batch, place)
+            loaded.append((lses, [load_global(results.part, [row, place.column], WIDTH) for row in rows]))
+        after = []
+        for n, (lses, outs) in enumerate(loaded):
+            top, total, acc = carry[3 * n : 3 * n + 3]
+            new_top = functools.reduce(arith.maximumf, lses, top)
+            decay = exp2_of(arith.subf(top, new_top))
+            total, acc = arith.mulf(total, decay), arith.mulf(acc, splat(decay, WIDTH))
+            for x, piece in zip(lses, outs, strict=True):
+                weight = exp2_of(arith.subf(x, new_top))
+                total = arith.addf(total, weight)
+                acc = llvm.intr_fma(piece, splat(weight, WIDTH), acc)  # the same bits in each copy of this code
+            after += [new_top, total, acc]
+        return after
+
+    for n, place in enumerate(places):
+        with utils.when(place.live):
+            _store_joined(results, place, *joined.results[3 * n : 3 * n + 3])
+
+
+def _store_joined(results: Results, place: Place, top: ir.Value, total: ir.Value, acc: ir.Value) -> None:
+    where = [place.token, place.query_head]
+    if results.sinks is not None:
+        sink = arith.mulf(load_global(results.sinks, where[1:]), f32(math.log2(math.e)))
+        new_top = arith.maximumf(top, sink)
+        decay = exp2_of(arith.subf(top, new_top))
+        total = llvm.intr_fma(total, decay, exp2_of(arith.subf(sink, new_top)))
+        acc, top = arith.mulf(acc, splat(decay, WIDTH)), new_top
+    acc = arith.divf(acc, splat(total, WIDTH))
+    store_global(rounded(acc, results.out, WIDTH), results.out, [*where, place.column], WIDTH)
+    if results.lse is not None:
+        with utils.when(equal(place.column, i32(0))):
+            store_global(arith.mulf(arith.addf(top, log2_of(total)), f32(math.log(2))), results.lse, where)
 
 
 def zero_padding(out_ref, lse_ref, live_tokens, block, *, num_blocks: int) -> None:

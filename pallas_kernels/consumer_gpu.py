@@ -5,6 +5,8 @@ for each piece:  queries, fetched under the piece before, to shared memory
                  for each block but the last:  S of the next | softmax of this one; O += P V
                  fetch the next piece's record and queries;  softmax of the last block; O += P V
                  a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
+
+Pieces of units that several rows share are of a kind of their own (`shared_prefix_gpu`).
 """
 
 # Mosaic GPU's own modules are barely annotated, and differ between versions of jax.
@@ -44,6 +46,9 @@ class Call:
       rows: rows of a tile, which are query tokens times `group`; a multiple of 8 if they lie along N, else 64.
       transforms: how the tiles of 16 bits in shared memory are laid out.
       page_size: token slots of a page.
+      num_kv_heads: of the pages.
+      sharing: whether rows may share a prefix.
+      partial: where partial results lie.
     """
 
     group: int
@@ -53,6 +58,9 @@ class Call:
     rows: int
     transforms: tuple
     page_size: int
+    num_kv_heads: int
+    sharing: bool
+    partial: plan.PartialRows
     blocks: GPUBlocks
     options: AttentionOptions
     with_lse: bool
@@ -99,9 +107,19 @@ class Tiles:
     v_freed: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Piece:
-    """The scalars of a record that a consumer needs."""
+    """The scalars of a record that a consumer needs.
+
+    Attributes:
+      pieces: results that are joined, of which this is one; those of a shared unit are counted.
+      slot: where this one's are, if there are others: a row of the partial results.
+      first_result: the same of the unit's first.
+      counter: where finished pieces are counted.
+      shared_pieces, shared_result: those of the shared unit, and where the first of them has this row's; `None` if no
+        rows share a prefix.
+    """
 
     head: jax.Array
     token: jax.Array
@@ -109,22 +127,43 @@ class Piece:
     position: jax.Array
     kv_start: jax.Array
     num_blocks: jax.Array
-    slot: jax.Array
     pieces: jax.Array
-    first_worker: jax.Array
+    slot: jax.Array
+    first_result: jax.Array
+    counter: jax.Array
+    shared_pieces: jax.Array | None = None
+    shared_result: jax.Array | None = None
 
 
-_FIELDS = (
-    plan.HEAD,
-    plan.TOKEN,
-    plan.NUM_TOKENS,
-    plan.POSITION,
-    plan.KV_START,
-    plan.NUM_BLOCKS,
-    plan.SLOT,
-    plan.PIECES,
-    plan.FIRST_WORKER,
-)
+def read_piece(call: Call, records: Any, at: jax.Array, worker: jax.Array, *, shared: bool = False) -> Piece:
+    """The piece of a record that `worker` walks; `shared` if it is one of a shared unit."""
+    partial = call.partial
+
+    def field(which: int) -> jax.Array:
+        return records[at, which]
+
+    first_worker, first_result = field(plan.FIRST_WORKER), field(plan.FIRST_RESULT)
+    slot = 2 * worker * partial.tile_rows
+    if shared:
+        slot = partial.shared + 2 * worker * plan.TILE_ROWS
+    counter, of_shared = first_worker, {}
+    if call.sharing and not shared:
+        of_shared = {"shared_pieces": field(plan.SHARED_PIECES), "shared_result": field(plan.SHARED_RESULT)}
+        of_row = call.blocks.num_workers + field(plan.ROW) * call.num_kv_heads + field(plan.HEAD)
+        counter = jnp.where(of_shared["shared_pieces"] > 0, of_row, first_worker)
+    return Piece(
+        head=field(plan.HEAD),
+        token=field(plan.TOKEN),
+        num_tokens=field(plan.NUM_TOKENS),
+        position=field(plan.POSITION),
+        kv_start=field(plan.KV_START),
+        num_blocks=field(plan.NUM_BLOCKS),
+        pieces=field(plan.PIECES),
+        slot=jnp.where(worker == first_worker, first_result, slot),
+        first_result=first_result,
+        counter=counter,
+        **of_shared,
+    )
 
 
 @dataclass(frozen=True)
@@ -142,7 +181,8 @@ class Kind:
         maximum.
       values: (accumulator, weights, stage or loaded values) -> None, issues O += P V.
       finish: (piece, acc, top, total) -> None, stores a whole unit, or a piece.
-      hide_unseen: (piece, first KV token, stage) -> None, zeroes V in slots that no query may see.
+      hide_unseen: (piece, first KV token, stage) -> None, zeroes V in slots that no query may see; `None` if all
+        queries see all slots.
       load_values: (stage) -> array of V, in registers; `None` if V is read from shared memory, and so K.
     """
 
@@ -155,7 +195,7 @@ class Kind:
     softmax: Callable
     values: Callable
     finish: Callable
-    hide_unseen: Callable
+    hide_unseen: Callable | None
     load_values: Callable | None = None
 
 
@@ -183,13 +223,12 @@ def hide_unseen_values(call: Call, tiles: Tiles, piece: Piece, kv: jax.Array, st
         plgpu.commit_smem()
 
 
-def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
-    """Walks the share of this warpgroup's worker."""
+def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | None = None) -> None:
+    """Walks the share of this warpgroup's worker; `shared` is the kind of units that several rows share."""
     blocks, window, group = call.blocks, call.options.sliding_window, call.group
     bkv, stages, records = blocks.block_kv, blocks.stages, refs.records
     scale, cap = call.options.scale * LOG2E, call.options.soft_cap
     me, block = lax.axis_index("wg"), lax.axis_index("block")
-    in_registers = kind.load_values is not None
     worker = me * blocks.num_blocks + block
     following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
@@ -197,12 +236,10 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
     def _():
         ends.zero_padding(refs.out, refs.lse, records[worker, plan.LIVE_TOKENS], block, num_blocks=blocks.num_blocks)
 
-    def fetch(i):
-        at = jnp.where(i == 0, worker, following + i - 1)
-        record = [records[at, field] for field in _FIELDS]
-        return record, kind.load_queries(Piece(*record))
+    def record_of(i):
+        return record_at(worker, following, i)
 
-    def mask(s, piece, kv):
+    def mask(kind, s, piece, kv):
         """Scores of keys that a query may not see become -inf: those after it, and those that its window has left."""
         keys = positions(s.shape, kind.keys_axis, kv)
         queries = positions(s.shape, 1 - kind.keys_axis, piece.position, group)
@@ -211,86 +248,132 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind) -> None:
             seen &= keys > queries - window
         return jnp.where(seen, s, -jnp.inf)
 
-    def walk(i, carry):
-        step, (record, q) = carry
-        piece = Piece(*record)
-        kind.put_queries(q)
-        plgpu.commit_smem()
+    def issue_scores(kind, s_ref, step):
+        stage = lax.rem(step, stages)
+        plgpu.barrier_wait(tiles.k_full.at[me * stages + stage])
+        scales = kind.scores(s_ref, stage)
+        if kind.load_values is not None:
+            plgpu.barrier_arrive(tiles.k_freed.at[me * stages + stage])
+        return scales
 
-        def issue_scores(s_ref, step):
-            stage = lax.rem(step, stages)
-            plgpu.barrier_wait(tiles.k_full.at[me * stages + stage])
-            scales = kind.scores(s_ref, stage)
-            if in_registers:
-                plgpu.barrier_arrive(tiles.k_freed.at[me * stages + stage])
-            return scales
-
-        def attend_to(s, scales, kv, step, state, next_step=None):
-            stage = lax.rem(step, stages)
-            ring = me * stages + stage
-            if scales is not None:
-                s *= lax.broadcast_in_dim(scales[0], s.shape, [kind.keys_axis])
-            if cap is None:
-                s *= scale
-            else:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
-                s = cap * LOG2E - (2 * cap * LOG2E) / (1.0 + jnp.exp2(s * (2 * scale / cap)))
+    def attend_to(kind, piece, s, scales, kv, step, state, next_step=None):
+        stage = lax.rem(step, stages)
+        ring = me * stages + stage
+        if scales is not None:
+            s *= lax.broadcast_in_dim(scales[0], s.shape, [kind.keys_axis])
+        if cap is None:
+            s *= scale
+        else:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
+            s = cap * LOG2E - (2 * cap * LOG2E) / (1.0 + jnp.exp2(s * (2 * scale / cap)))
+        if kind.hide_unseen is not None:
             masked = kv + bkv > piece.position + 1
             if window is not None:
                 masked |= kv < piece.position + piece.num_tokens - window
-            s = lax.cond(masked, lambda x: mask(x, piece, kv), lambda x: x, s)
-            acc, top, total, weights = kind.softmax(s, *state, None if scales is None else scales[1])
-            if next_step is not None:
-                plgpu.wgmma_wait(0)
-                if not in_registers:
-                    plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(next_step, stages)])
-            plgpu.barrier_wait(tiles.v_full.at[ring])
+            s = lax.cond(masked, lambda x: mask(kind, x, piece, kv), lambda x: x, s)
+        acc, top, total, weights = kind.softmax(s, *state, None if scales is None else scales[1])
+        if next_step is not None:
+            plgpu.wgmma_wait(0)
+            if kind.load_values is None:
+                plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(next_step, stages)])
+        plgpu.barrier_wait(tiles.v_full.at[ring])
+        if kind.hide_unseen is not None:
             kind.hide_unseen(piece, kv, stage)
-            v = stage
-            if kind.load_values is not None:
-                v = kind.load_values(stage)
-                plgpu.barrier_arrive(tiles.v_freed.at[ring])
-            acc = pl.run_state(lambda acc_ref: kind.values(acc_ref, weights, v))(plgpu.ACC.init(acc))
-            if not in_registers:
-                plgpu.barrier_arrive(tiles.v_freed.at[ring])
-            return acc, top, total
+        v = stage
+        if kind.load_values is not None:
+            v = kind.load_values(stage)
+            plgpu.barrier_arrive(tiles.v_freed.at[ring])
+        acc = pl.run_state(lambda acc_ref: kind.values(acc_ref, weights, v))(plgpu.ACC.init(acc))
+        if kind.load_values is None:
+            plgpu.barrier_arrive(tiles.v_freed.at[ring])
+        return acc, top, total
+
+    def attend_all(kind, piece, q, step, before_last):
+        """The state after all blocks of a piece, and what `before_last`, which runs before the last one, returns."""
+        kind.put_queries(q)
+        plgpu.commit_smem()
 
         def first_scores(s_ref):
-            scales = issue_scores(s_ref, step)
+            scales = issue_scores(kind, s_ref, step)
             return s_ref[...], scales
 
         def kv_block(j, carry):
             s, scales, *state = carry
 
             def overlapped(s_ref):
-                next_scales = issue_scores(s_ref, step + j + 1)  # runs while the softmax of this block is computed
-                new_state = attend_to(s, scales, piece.kv_start + j * bkv, step + j, state, step + j + 1)
+                next_scales = issue_scores(kind, s_ref, step + j + 1)  # runs under the softmax of this block
+                kv = piece.kv_start + j * bkv
+                new_state = attend_to(kind, piece, s, scales, kv, step + j, state, step + j + 1)
                 return s_ref[...], next_scales, *new_state
 
             return pl.run_scoped(overlapped, plgpu.ACC(kind.score_shape, jnp.float32))
 
         s, scales = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
-        if not in_registers:
+        if kind.load_values is None:
             plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(step, stages)])
         last = piece.num_blocks - 1
         s, scales, *state = lax.fori_loop(0, last, kv_block, (s, scales, *kind.state()))
-        next_piece = fetch(jnp.minimum(i + 1, count - 1))  # arrives while the last block is computed
-        state = attend_to(s, scales, piece.kv_start + last * bkv, step + last, state)
+        found = before_last()
+        return attend_to(kind, piece, s, scales, piece.kv_start + last * bkv, step + last, state), found
+
+    def walk_shared(i, step):
+        piece = read_piece(call, records, record_at(first_shared, shared_following, i), worker, shared=True)
+        state, _ = attend_all(shared, piece, shared.load_queries(piece), step, lambda: None)
+        shared.finish(piece, *state)
+        return step + piece.num_blocks
+
+    def fetch(i):
+        piece = read_piece(call, records, record_of(i), worker)
+        return piece, kind.load_queries(piece)
+
+    def walk(i, carry):
+        step, (piece, q) = carry
+        # The next piece arrives while the last block is computed.
+        state, next_piece = attend_all(kind, piece, q, step, lambda: fetch(jnp.minimum(i + 1, count - 1)))
         kind.finish(piece, *state)
 
         @pl.when(piece.pieces > 1)
         def _():
+            scalars = piece.token, piece.head, piece.num_tokens * group, piece.pieces, piece.counter, piece.first_result
             ends.join_pieces(
                 (refs.part, refs.part_lse, refs.counters, tiles.flags.at[me], refs.out, refs.lse, refs.sinks),
-                (piece.token, piece.head, piece.num_tokens * group, piece.pieces, piece.first_worker),
+                scalars if shared is None else (*scalars, piece.shared_pieces, piece.shared_result),
                 group=group,
                 head_dim=call.head_dim,
+                tile_rows=call.partial.tile_rows,
+                sharing=shared is not None,
             )
 
         return step + piece.num_blocks, next_piece
 
-    @pl.when(count > 0)
-    def _():
-        lax.fori_loop(0, count, walk, (jnp.int32(0), fetch(jnp.int32(0))))
+    def walk_all(first, end, step):
+        return lax.fori_loop(first, end, walk, (step, fetch(first)))[0]
+
+    if shared is None:
+        lax.cond(count > 0, lambda: walk_all(jnp.int32(0), count, jnp.int32(0)), lambda: jnp.int32(0))
+        return
+
+    first_shared, shared_count, before = shared_part(call, records, worker)
+    shared_following = records[first_shared, plan.FOLLOWING]
+
+    def walk_part(part, step):
+        first, end = jnp.where(part == 0, 0, before), jnp.where(part == 0, before, count)
+        step = lax.cond(first < end, lambda: walk_all(first, end, step), lambda: step)
+        return lax.fori_loop(0, jnp.where(part == 0, shared_count, 0), walk_shared, step)
+
+    lax.fori_loop(jnp.where(shared_count > 0, 0, 1), 2, walk_part, jnp.int32(0))
+
+
+def record_at(first: jax.Array, following: jax.Array, i: jax.Array) -> jax.Array:
+    """The record of a worker's i-th piece."""
+    return jnp.where(i == 0, first, following + i - 1)
+
+
+def shared_part(call: Call, records: Any, worker: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A worker's part of the shared units: its record, how many pieces, and how many of its own come before them."""
+    behind = plan.num_shared_records(call.partial.num_rows, call.num_kv_heads, call.blocks.num_workers)
+    record = records.shape[0] - behind + worker
+    count = records[record, plan.COUNT]
+    return record, count, jnp.where(count > 0, records[record, plan.BEFORE], 0)
 
 
 def finished(top, total, sinks, *, with_lse: bool):

@@ -7,7 +7,8 @@ A block of threads holds `consumers` warpgroups that compute and one warpgroup w
                    -> a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
 
 The query heads of a KV head, and several query tokens, are the rows of one 64-row matrix product, so every K and V is
-read once a tile. Work is cut by `gpu_plan`; scores are base-2 logarithms, so that the exponential is one instruction.
+read once a tile. Work is cut by `gpu_plan`; scores are base-2 logarithms, so that the exponential is one instruction. A
+prefix of pages that several rows have in common is read once for all of them (`shared_prefix_gpu`).
 
 Reference:
   Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608 (warp specialisation); Dao et al., Flash-Decoding,
@@ -25,10 +26,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import gpu_plan as plan
-from .consumer_gpu import Call, Refs, Tiles, consume
+from .consumer_gpu import Call, Refs, Tiles, consume, record_at, shared_part
 from .convert_gpu import page_transforms
 from .narrow_gpu import WEIGHT_TRANSFORMS, narrow_kind
 from .quantized_gpu import quantized_kind
+from .shared_prefix_gpu import shared_kind
 from .tuning import fit_stages, scale_box
 from .wide_gpu import wide_kind
 
@@ -58,10 +60,10 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
         worker = consumer * blocks.num_blocks + lax.axis_index("block")
         following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
 
-        def piece(i, step):
-            at = jnp.where(i == 0, worker, following + i - 1)
-            head, row, last_page = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE))
+        def piece(at, step):
+            head, row, position = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.POSITION))
             kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
+            last_page = lax.div(position + records[at, plan.NUM_TOKENS] - 1, page_size)
 
             def kv_block(j, step):
                 stage = lax.rem(step, stages)
@@ -97,7 +99,21 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
 
             return lax.fori_loop(0, num_blocks, kv_block, step)
 
-        lax.fori_loop(0, count, piece, jnp.int32(0))
+        def walk(first, end, record, following, step):
+            return lax.fori_loop(first, end, lambda i, step: piece(record_at(record, following, i), step), step)
+
+        if not call.sharing:
+            walk(0, count, worker, following, jnp.int32(0))
+            return
+        first_shared, shared_count, before = shared_part(call, records, worker)
+        shared_following = records[first_shared, plan.FOLLOWING]
+
+        def walk_part(part, step):  # in the order of the consumer
+            first, end = jnp.where(part == 0, 0, before), jnp.where(part == 0, before, count)
+            step = walk(first, end, worker, following, step)
+            return walk(0, jnp.where(part == 0, shared_count, 0), first_shared, shared_following, step)
+
+        lax.fori_loop(0, 2, walk_part, jnp.int32(0))
 
     def warp(index):
         for kind in range(kinds):
@@ -130,11 +146,19 @@ def attend(
 ):
     """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
     num_tokens, heads, head_dim = q.shape
-    group = heads // (pages.shape[2] // 2)
-    tile_rows = tokens * group
+    num_kv_heads = pages.shape[2] // 2
+    group = heads // num_kv_heads
     quantized = scales is not None
-    rows = -(-tile_rows // 8) * 8 if narrow or quantized else plan.TILE_ROWS
-    fitting = fit_stages(head_dim, pages.dtype.itemsize, page_size, blocks.consumers, rows, swapped=narrow or quantized)
+    sharing = plan.may_share(
+        counters.shape[0], blocks, page_table.shape[0], num_kv_heads, group, options.sliding_window
+    )
+    partial = plan.PartialRows(
+        blocks.num_workers, tokens * group, group, page_table.shape[0] if sharing else 0, num_kv_heads
+    )
+    rows = -(-partial.tile_rows // 8) * 8 if narrow or quantized else plan.TILE_ROWS
+    swapped = (narrow or quantized) and not sharing  # the tile of shared units has room for narrow ones
+    own_rows = plan.TILE_ROWS if sharing else rows
+    fitting = fit_stages(head_dim, pages.dtype.itemsize, page_size, blocks.consumers, own_rows, swapped=swapped)
     blocks = dataclasses.replace(blocks, stages=min(blocks.stages, fitting))
     transforms = (
         plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),
@@ -148,14 +172,18 @@ def attend(
         rows=rows,
         transforms=transforms,
         page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        sharing=sharing,
+        partial=partial,
         blocks=blocks,
         options=options,
         with_lse=with_lse,
     )
     box, dtype = kernel.box, jnp.float16 if quantized else q.dtype
-    own = [plgpu.SMEM((blocks.consumers, kernel.rows, head_dim), dtype, transforms=transforms)]
-    if narrow or quantized:
+    own = [plgpu.SMEM((blocks.consumers, own_rows, head_dim), dtype, transforms=transforms)]
+    if swapped:
         own.append(plgpu.SMEM((blocks.consumers, kernel.rows, blocks.block_kv), dtype, transforms=WEIGHT_TRANSFORMS))
+    if narrow or quantized:
         own.append(plgpu.SMEM((blocks.consumers, _WARPS, kernel.rows), jnp.float32))
     if quantized:
         shape = blocks.consumers, blocks.stages, blocks.block_kv // box, scale_box(box, page_size)[0]
@@ -183,7 +211,8 @@ def attend(
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_REGISTERS[blocks.consumers], action="increase")
-            consume(kernel, refs, tiles, kind(kernel, refs, tiles))
+            shared = shared_kind(kernel, refs, tiles) if sharing else None
+            consume(kernel, refs, tiles, kind(kernel, refs, tiles), shared)
 
         @pl.when(wg == blocks.consumers)
         def _():
@@ -200,8 +229,8 @@ def attend(
     if with_lse:
         out_type.append(jax.ShapeDtypeStruct((num_tokens, heads), jnp.float32))
     out_type += [
-        jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((2 * blocks.num_workers, tile_rows), jnp.float32),
+        jax.ShapeDtypeStruct((partial.total, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((partial.total,), jnp.float32),
     ]
     call = plgpu.kernel(
         body,
@@ -210,7 +239,7 @@ def attend(
             *own,
             page_tile,
             page_tile,
-            plgpu.SMEM((blocks.consumers, 1), jnp.int32),
+            plgpu.SMEM((blocks.consumers, plan.members_of_a_tile(group) if sharing else 1), jnp.int32),
             plgpu.Barrier(num_arrivals=with_scales, num_barriers=rings),
             plgpu.Barrier(num_arrivals=boxes, num_barriers=rings),
             freed,
@@ -224,7 +253,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=128,  # none is used: a row is reduced within four threads
+            reduction_scratch_bytes=0,  # a row is reduced within four threads
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )

@@ -44,8 +44,8 @@ def _mosaic_gpu_objection(platform: str, spec: PageSpec | None, q: jax.ShapeDtyp
         return f"the Mosaic GPU kernel needs a Hopper GPU (sm_90); {have}"
     if spec is None:
         return "the Mosaic GPU kernel does not run all pages; ask with their PageSpec"
-    heads, dtype = (None, None) if q is None else (q.shape[1], q.dtype.name)
-    objection = tuning.shape_objection(spec, heads, dtype)
+    queries: tuple = () if q is None else (q.shape[1], q.dtype.name, q.shape[0])
+    objection = tuning.shape_objection(spec, *queries)
     return None if objection is None else f"the Mosaic GPU kernel: {objection}"
 
 

@@ -9,6 +9,11 @@ units of a step form one line of blocks, cut into equal shares; a worker (one co
 A unit that a cut meets is computed in pieces, whose results are joined by their log-sum-exps. So the balance follows
 the work and not the batch: one long row alone fills the chip, and a row among many is hardly ever cut.
 
+Rows that share a prefix (`prefix_plan_gpu`) have units of it in common, whose query tokens are those of several rows.
+The rows' own units begin where the prefix ends, and their results are joined with those of the shared unit. Shared
+units are a line of their own, cut for the same workers, who walk their part of it first: so a prefix is done early, and
+nearly all rows are joined by those who end their own units.
+
 Reference:
   Osama et al., Stream-K, https://arxiv.org/abs/2301.03598, which cuts matrix products in the same way.
 """
@@ -23,13 +28,57 @@ from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
 from .pages import PageSpec
+from .prefix_plan_gpu import SharedPrefixes, find_prefixes, levels, share_prefixes
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
+from .work_line_gpu import Cuts, Tiles, arange, cut_line
 from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
-HEAD, TOKEN, NUM_TOKENS, POSITION, ROW, KV_START, NUM_BLOCKS, LAST_PAGE = range(8)
-SLOT, PIECES, FIRST_WORKER, FOLLOWING, COUNT, LIVE_TOKENS = range(8, 14)
+HEAD, TOKEN, NUM_TOKENS, POSITION, ROW, KV_START, NUM_BLOCKS = range(7)
+PIECES, FIRST_WORKER, FIRST_RESULT, SHARED_PIECES, SHARED_RESULT = range(7, 12)
+FOLLOWING, COUNT, BEFORE, LIVE_TOKENS = range(12, 16)
 RECORD = 16  # int32 values of a record: 64 bytes, two sectors
+MIN_SHARED = 4  # blocks of a piece of a shared unit, at least: it takes as long to begin and end one
+LONG_OWN = 2  # an own share is long if it has so many times the blocks of a shared one
+
+
+@dataclass(frozen=True)
+class PartialRows:
+    """Where the results of pieces lie: rows of one array, by kind of piece; all static.
+
+    Attributes:
+      workers: of the launch. Each leaves at most two pieces of units that are cut: of the one that it goes on with, and
+        of the one that it begins last.
+      tile_rows: query rows of a tile.
+      group: query heads of a KV head.
+      num_rows, num_kv_heads: of the step; no rows if none may share a prefix.
+    """
+
+    workers: int
+    tile_rows: int
+    group: int
+    num_rows: int
+    num_kv_heads: int
+
+    @property
+    def whole(self) -> int:
+        """Where whole units begin of rows that share a prefix: by row, KV head and query head of it."""
+        return 2 * self.workers * self.tile_rows
+
+    @property
+    def shared(self) -> int:
+        """Where the pieces of shared units begin, of `TILE_ROWS` rows each."""
+        return self.whole + self.num_rows * self.num_kv_heads * self.group
+
+    @property
+    def whole_shared(self) -> int:
+        """Where whole shared units begin: by KV head, member and query head."""
+        return self.shared + (2 * self.workers * TILE_ROWS if self.num_rows else 0)
+
+    @property
+    def total(self) -> int:
+        """Rows of the array."""
+        return self.whole_shared + self.num_rows * self.num_kv_heads * self.group
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +93,9 @@ class GPUWork:
     Attributes:
       q_lens: query tokens of each row, 0 for padding.
       page_table: the metadata's, with no id outside of the pool.
-      counters: zeros, one a worker; a call counts finished pieces in them and leaves them zero.
+      prefixes: the rows that have a prefix in common; `None` if no rows of a step of this shape can.
+      counters: zeros, one a worker, and one a row and KV head if rows may share prefixes; a call counts finished pieces
+        in them and leaves them zero.
       xla: the schedule of the XLA implementation, for layers that ask for it; what no layer uses, XLA drops.
       blocks: static.
       pages: static; number, size, head_dim and bytes of a value of the pages that it was made for.
@@ -52,6 +103,7 @@ class GPUWork:
 
     q_lens: Int32[Array, " S"]
     page_table: Int32[Array, "S P"]
+    prefixes: SharedPrefixes | None
     counters: Int32[Array, " W"]
     xla: XLAWork
     blocks: GPUBlocks = field(metadata={"static": True})
@@ -73,13 +125,21 @@ def pages_of(spec: PageSpec) -> tuple[int, int, int, int]:
 
 def plan_gpu(meta: PagedMetadata, xla: XLAWork, spec: PageSpec, blocks: GPUBlocks) -> GPUWork:
     """The part of the plan that all layers share."""
-    live = jnp.arange(meta.kv_lens.shape[0], dtype=jnp.int32) < meta.num_seqs
+    num_rows, columns = meta.page_table.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    q_lens = jnp.where(rows < meta.num_seqs, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0)
+    # A table that is computed has a buffer of its own. A slice of the step's packed metadata would be handed to the
+    # kernel where it lies, and Mosaic GPU refuses what is not aligned to 256 bytes.
+    page_table = jnp.clip(meta.page_table, 0, spec.num_pages - 1)
+    prefixes = None
+    if num_rows > 1 and levels(columns, spec.page_size, blocks.block_kv) and not spec.quantized:
+        sharing = (q_lens == 1) & (rows < meta.num_decode)
+        prefixes = find_prefixes(page_table, meta.kv_lens, sharing, page_size=spec.page_size, block_kv=blocks.block_kv)
     return GPUWork(
-        q_lens=jnp.where(live, meta.cu_q_lens[1:] - meta.cu_q_lens[:-1], 0),
-        # A table that is computed has a buffer of its own. A slice of the step's packed metadata would be handed to the
-        # kernel where it lies, and Mosaic GPU refuses what is not aligned to 256 bytes.
-        page_table=jnp.clip(meta.page_table, 0, spec.num_pages - 1),
-        counters=jnp.zeros(blocks.num_workers, jnp.int32),
+        q_lens=q_lens,
+        page_table=page_table,
+        prefixes=prefixes,
+        counters=jnp.zeros(blocks.num_workers + (0 if prefixes is None else num_rows * spec.num_kv_heads), jnp.int32),
         xla=xla,
         blocks=blocks,
         pages=pages_of(spec),
@@ -91,9 +151,33 @@ def tile_tokens(group: int, num_tokens: int, narrow: bool) -> int:
     return max(1, min((NARROW_ROWS if narrow else TILE_ROWS) // group, num_tokens))
 
 
-def num_records(num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int, num_workers: int) -> int:
-    """Static length of a work list: one record a worker, then one for each unit that there can be."""
-    return num_workers + _num_tiles(num_rows, num_tokens, tokens) * num_kv_heads
+def members_of_a_tile(group: int) -> int:
+    """Rows of one query token that a shared unit's tile holds; none share if it holds one alone."""
+    return TILE_ROWS // group
+
+
+def may_share(
+    num_counters: int, blocks: GPUBlocks, num_rows: int, num_kv_heads: int, group: int, sliding_window: int | None
+) -> bool:
+    """Whether rows of a layer may share a prefix: where the plan has counters for it, and a tile is of several rows.
+
+    A window hides the prefix from some of its rows, or all.
+    """
+    enough = num_counters >= blocks.num_workers + num_rows * num_kv_heads
+    return enough and sliding_window is None and members_of_a_tile(group) > 1
+
+
+def num_records(
+    num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int, num_workers: int, *, sharing: bool = False
+) -> int:
+    """Static length of a work list: one record a worker, one for each possible unit, and those of shared prefixes."""
+    units = _num_tiles(num_rows, num_tokens, tokens) * num_kv_heads
+    return num_workers + units + (num_shared_records(num_rows, num_kv_heads, num_workers) if sharing else 0)
+
+
+def num_shared_records(num_rows: int, num_kv_heads: int, num_workers: int) -> int:
+    """How many records are of shared prefixes: one a worker, one for each possible unit, one a member."""
+    return num_workers + num_rows // 2 * num_kv_heads + num_rows
 
 
 def _num_tiles(num_rows: int, num_tokens: int, tokens: int) -> int:
@@ -101,24 +185,13 @@ def _num_tiles(num_rows: int, num_tokens: int, tokens: int) -> int:
     return num_tokens // tokens + min(num_rows, num_tokens) if tokens > 1 else num_tokens
 
 
-def _round_share(share: Array, longest: Array) -> Array:
-    """Rounds up to a multiple, or an even part, of the longest unit, if that is near.
-
-    Then units of equal length are cut evenly or not at all, and a worker has one piece to hand over and not two. The
-    workers that are left without work cost nothing as long as the others keep the memory busy.
-    """
-    multiple = -(-share // longest) * longest
-    part = -(-longest // jnp.maximum(longest // share, 1))
-    rounded = jnp.where(share >= longest, multiple, part)
-    return jnp.where(rounded <= share + share // 6 + 1, rounded, share)
-
-
 def make_work_list(
     meta: PagedMetadata,
     q_lens: Int32[Array, " S"],
+    prefixes: SharedPrefixes | None = None,
     *,
-    page_size: int,
     num_kv_heads: int,
+    group: int,
     tokens: int,
     sliding_window: int | None,
     block_kv: int,
@@ -131,8 +204,14 @@ def make_work_list(
     Record w < num_workers is where worker w begins; it has COUNT pieces, and those after the first are the records from
     FOLLOWING on. Record num_workers + u is the first piece of unit u. Units are numbered tile by tile, heads inside.
 
+    With `prefixes`, the same follows for shared units: worker w has COUNT pieces of them, which it walks after the
+    first BEFORE of the others. Last is a record for each row that shares, by groups (a *member*): TOKEN, and FOLLOWING,
+    where the records of its own unit begin, one a KV head.
+
     Args:
       q_lens: query tokens of the rows, 0 for padding.
+      prefixes: rows that may share a prefix, of one query token; `None` if none may.
+      group: query heads of a KV head.
       tokens: query tokens of a tile.
       block_kv: KV tokens of a block; pieces begin at its multiples.
       consumers, num_blocks: of the launch; worker w is consumer w // num_blocks of block w % num_blocks.
@@ -141,86 +220,136 @@ def make_work_list(
 
     Returns:
       i32 records. HEAD, ROW; TOKEN, NUM_TOKENS, POSITION: the tile's first token in the step, its tokens, the first
-      one's position. KV_START: first KV token of the piece, a multiple of block_kv. NUM_BLOCKS: its blocks. LAST_PAGE:
-      the last column of the page table that the unit needs. PIECES: how many the unit has; if more than one, this one
-      writes to SLOT of the partial results, and the piece of FIRST_WORKER is the unit's first. The k-th piece is worker
-      FIRST_WORKER + k's and its slot is twice that, plus 1 for the first piece. LIVE_TOKENS: of the step.
+      one's position. KV_START: first KV token of the piece, a multiple of block_kv. NUM_BLOCKS: its blocks. PIECES: how
+      many results are joined, of which the last SHARED_PIECES are those of a shared unit; the k-th of the others is
+      worker FIRST_WORKER + k's. FIRST_RESULT, SHARED_RESULT: the row in `PartialRows` of the first of each kind; those
+      of later pieces are in the place of the worker. LIVE_TOKENS: of the step.
+      Of shared units ROW is some row of the group, TOKEN the record of the first member, NUM_TOKENS their number,
+      POSITION the prefix' last token, and PIECES are the unit's own.
     """
     num_rows, num_tokens, num_workers = meta.kv_lens.shape[0], meta.positions.shape[0], consumers * num_blocks
     capacity = _num_tiles(num_rows, num_tokens, tokens)
+    own_records = num_workers + capacity * num_kv_heads
+    sharing = None
+    if prefixes is not None:
+        sharing = share_prefixes(prefixes, members_of_a_tile(group), num_kv_heads, num_workers)
+    parts = PartialRows(num_workers, tokens * group, group, 0 if sharing is None else num_rows, num_kv_heads)
 
-    def arange(n: int) -> Array:
-        return jnp.arange(n, dtype=jnp.int32)
-
-    # Tiles.
+    tiles = arange(capacity)
     row_tiles = -(-q_lens // tokens)
     ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
-    num_tiles, tiles = ends[-1], arange(capacity)
     row = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
     offset = (tiles - (ends - row_tiles)[row]) * tokens
-    count = jnp.where(tiles < num_tiles, jnp.minimum(q_lens[row] - offset, tokens), 0)
+    count = jnp.where(tiles < ends[-1], jnp.minimum(q_lens[row] - offset, tokens), 0)
     position = meta.kv_lens[row] - q_lens[row] + offset
-    stop = position + count
-    start = jnp.zeros_like(stop)
+    start = jnp.zeros_like(position)
     if sliding_window is not None:
         start = jnp.maximum(position - (sliding_window - 1), 0) // block_kv * block_kv
-    blocks = jnp.where(count > 0, -(-(stop - start) // block_kv), 0)
+    if sharing is not None:
+        start = sharing.blocks[row] * block_kv
+    blocks = jnp.where(count > 0, -(-(position + count - start) // block_kv), 0)
+    own = Tiles(ends[-1], row, meta.cu_q_lens[row] + offset, count, position, start, blocks)
+    total = jnp.sum(blocks, dtype=jnp.int32) * num_kv_heads
+    busy = num_blocks * jnp.clip(-(-total // (num_blocks * full_share)), 1, consumers)
+    cuts, share = cut_line(own, busy, 1, num_kv_heads, num_workers)
 
-    # Cuts: worker w begins at w * share on the line of blocks, which is block `cut` of unit `at`.
-    line = jnp.cumsum(blocks * num_kv_heads, dtype=jnp.int32)  # where each tile ends
-    starts = line - blocks * num_kv_heads
-    num_units = num_tiles * num_kv_heads
-    busy = num_blocks * jnp.clip(-(-line[-1] // (num_blocks * full_share)), 1, consumers)
-    share = _round_share(jnp.maximum(-(-line[-1] // busy), 1), jnp.maximum(jnp.max(blocks), 1))
-    cuts = arange(num_workers + 1) * share
-    tile = jnp.minimum(jnp.sum(line[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32), capacity - 1)
-    beyond = cuts >= line[-1]
-    along = cuts - starts[tile]
-    head = along // jnp.maximum(blocks[tile], 1)
-    at = jnp.where(beyond, num_units, tile * num_kv_heads + head)
-    cut = jnp.where(beyond, 0, along - head * blocks[tile])
+    first_result = (2 * cuts.first_cut - 1) * parts.tile_rows
+    if sharing is None:
+        fields = {PIECES: cuts.pieces, FIRST_RESULT: first_result}
+        return _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, {}, fields)
 
-    # Units, and the cuts inside of each.
+    # Shared units, and what becomes of the rows' own ones.
+    of_group = sharing.tile_blocks
+    first_member = own_records + num_workers + of_group.shape[0] * num_kv_heads
+    shared = Tiles(
+        num=sharing.num_tiles,
+        row=sharing.tile_leader,
+        token=first_member + sharing.tile_first,
+        count=sharing.tile_members,
+        position=of_group * block_kv - 1,
+        start=jnp.zeros_like(of_group),
+        blocks=of_group,
+    )
+    shared_cuts, shared_share = cut_line(shared, num_workers, MIN_SHARED, num_kv_heads, num_workers)
+    units = arange(of_group.shape[0] * num_kv_heads)
+    tile, head = units // num_kv_heads, units % num_kv_heads
+    shared_result = jnp.where(
+        shared_cuts.pieces == 1,
+        parts.whole_shared + (head * num_rows + sharing.tile_first[tile]) * group,
+        parts.shared + (2 * shared_cuts.first_cut - 1) * TILE_ROWS,
+    )
     units = arange(capacity * num_kv_heads)
-    unit_tile = units // num_kv_heads
-    unit_start = starts[unit_tile] + (units - unit_tile * num_kv_heads) * blocks[unit_tile]
-    first_cut = jnp.minimum(unit_start // share + 1, num_workers)
-    pieces = 1 + jnp.maximum(-(-(unit_start + blocks[unit_tile]) // share) - first_cut, 0)
-    unit_blocks = jnp.where(pieces > 1, cut[first_cut], blocks[unit_tile])
+    tile, head = units // num_kv_heads, units % num_kv_heads
+    joins = sharing.shares[row[tile]] & (count[tile] > 0)
+    whole = parts.whole + (row[tile] * num_kv_heads + head) * group
+    joined = jnp.where(joins, sharing.tile[row[tile]] * num_kv_heads + head, 0)
+    shared_pieces = jnp.where(joins, shared_cuts.pieces[joined], 0)
+    fields = {
+        PIECES: cuts.pieces + shared_pieces,
+        FIRST_RESULT: jnp.where(joins & (cuts.pieces == 1), whole, first_result),
+        SHARED_PIECES: shared_pieces,
+        SHARED_RESULT: jnp.where(joins, shared_result[joined] + sharing.place[row[tile]] * group, 0),
+    }
+    # Every second consumer of a block of threads begins with a piece of its own if that leaves it enough for later.
+    odd = arange(num_workers) // num_blocks % 2 == 1
+    before = jnp.where(odd & (share >= LONG_OWN * shared_share), jnp.minimum(cuts.count, 1), 0)
+    own_tile = (ends - row_tiles)[sharing.row]
+    members = {TOKEN: meta.cu_q_lens[sharing.row], FOLLOWING: num_workers + own_tile * num_kv_heads}
+    return lax.concatenate(
+        [
+            _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, {}, fields),
+            _records(
+                meta,
+                shared,
+                shared_cuts,
+                num_kv_heads,
+                block_kv,
+                own_records + num_workers,
+                {BEFORE: before},
+                {PIECES: shared_cuts.pieces, FIRST_RESULT: shared_result},
+            ),
+            _stack(members, num_rows),
+        ],
+        0,
+    )
 
-    def records(unit: Array, begin: Array, num_blocks: Array, slot: Array, following: Array, pieces_of: Array) -> Array:
-        t = unit // num_kv_heads
+
+def _records(
+    meta: PagedMetadata,
+    tiles: Tiles,
+    cuts: Cuts,
+    num_kv_heads: int,
+    block_kv: int,
+    first_unit: int,
+    of_workers: dict[int, Array],
+    of_units: dict[int, Array],
+) -> Int32[Array, "R F"]:
+    """The records of the workers, then of the units of a line; the latter's records begin at `first_unit`."""
+
+    def records(unit: Array, begin: Array, num_blocks: Array, others: dict[int, Array]) -> Array:
+        tile = unit // num_kv_heads
         fields = {
-            HEAD: unit - t * num_kv_heads,
-            TOKEN: meta.cu_q_lens[row[t]] + offset[t],
-            NUM_TOKENS: count[t],
-            POSITION: position[t],
-            ROW: row[t],
-            KV_START: start[t] + begin * block_kv,
+            HEAD: unit - tile * num_kv_heads,
+            TOKEN: tiles.token[tile],
+            NUM_TOKENS: tiles.count[tile],
+            POSITION: tiles.position[tile],
+            ROW: tiles.row[tile],
+            KV_START: tiles.start[tile] + begin * block_kv,
             NUM_BLOCKS: num_blocks,
-            LAST_PAGE: jnp.maximum(stop[t] - 1, 0) // page_size,
-            SLOT: slot,
-            PIECES: pieces[unit],
-            FIRST_WORKER: first_cut[unit] - 1,
-            FOLLOWING: following,
-            COUNT: pieces_of,
+            FIRST_WORKER: cuts.first_cut[unit] - 1,
             LIVE_TOKENS: jnp.broadcast_to(meta.cu_q_lens[-1], unit.shape),
+            **{which: x[unit] for which, x in of_units.items()},
+            **others,
         }
-        zero = jnp.zeros_like(unit)
-        return jnp.stack([fields.get(i, zero) for i in range(RECORD)], axis=1)
+        return _stack(fields, unit.shape[0])
 
-    here, there, begin, end = at[:-1], at[1:], cut[:-1], cut[1:]
-    unit = jnp.minimum(here, capacity * num_kv_heads - 1)
-    first_blocks = jnp.where(here == there, end, blocks[unit // num_kv_heads]) - begin
-    firsts = records(
-        unit,
-        begin,
-        first_blocks,
-        2 * arange(num_workers) + (begin == 0).astype(jnp.int32),
-        num_workers + unit + 1,
-        jnp.where(here < num_units, there - here + (end > 0).astype(jnp.int32), 0),
-    )
-    others = records(
-        units, jnp.zeros_like(units), unit_blocks, 2 * (first_cut - 1) + 1, jnp.zeros_like(units), jnp.zeros_like(units)
-    )
-    return lax.concatenate([firsts, others], 0)
+    units = arange(cuts.pieces.shape[0])
+    workers = {COUNT: cuts.count, FOLLOWING: first_unit + cuts.unit + 1, **of_workers}
+    firsts = records(cuts.unit, cuts.begin, cuts.first_blocks, workers)
+    return lax.concatenate([firsts, records(units, jnp.zeros_like(units), cuts.unit_blocks, {})], 0)
+
+
+def _stack(fields: dict[int, Array], length: int) -> Int32[Array, "R F"]:
+    """Records of these fields, and 0 in the others."""
+    zero = jnp.zeros(length, jnp.int32)
+    return jnp.stack([fields.get(i, zero) for i in range(RECORD)], axis=1)

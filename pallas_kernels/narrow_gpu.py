@@ -136,8 +136,8 @@ def put_bytes(value: ir.Value, ref: ir.Value, offset: ir.Value, alignment: int) 
     llvm.store(value, pointer, alignment=alignment)
 
 
-def put_weights(p, p_smem, n: int) -> None:
-    """Stores P^T [64 keys, N] as P [N, 64] where the matrix instruction reads it."""
+def put_weights(p, p_smem, n: int, columns: int = 64) -> None:
+    """Stores P^T [64 keys, N] as P [N, 64] where the matrix instruction reads it: tiles of so many columns."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(WEIGHT_TRANSFORMS)))
     def put(_, p, ref):
@@ -148,7 +148,7 @@ def put_weights(p, p_smem, n: int) -> None:
                 for which in range(2):
                     query = arith.addi(column, ends.i32(8 * i + which))
                     value = vector.extract(pairs[i, half], dynamic_position=[], static_position=[which])
-                    put_bytes(value, ref, swizzled(query, key, 64), 2)
+                    put_bytes(value, ref, swizzled(query, key, columns), 2)
 
     put(p, p_smem)
 
@@ -223,7 +223,7 @@ def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None, adjacent: b
     """Stores O^T [D, N], which may have more rows than there is place for, and log-sum-exps [64, N] of equal rows.
 
     Args:
-      scalars: token, head, live rows for finished tiles; slot, 0, live rows for pieces (`group` is then `None`).
+      scalars: token, head, live rows for finished tiles; first row, any, live rows for pieces (`group` is then `None`).
       lse: `None` if there is no place for them.
       adjacent: rows r and r + 8 of each 16 are 2r and 2r + 1 in D.
     """
@@ -254,7 +254,7 @@ def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None, adjacent: b
             for which in range(2):
                 query = arith.addi(column, ends.i32(8 * i + which))
                 with utils.when(ends.less(query, live_rows)):
-                    where = [first, query] if group is None else ends.query_of(query, first, head, group)
+                    where = [arith.addi(first, query)] if group is None else ends.query_of(query, first, head, group)
                     for tile in range(head_dim // 64):
                         parts = [
                             vector.extract(x, dynamic_position=[], static_position=[which]) for x in registers[tile, i]
@@ -279,8 +279,13 @@ def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None, adjacent: b
 def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
     """`call.rows` query rows along N."""
     me = lax.axis_index("wg")
-    q_smem, p_smem, red = (ref.at[me] for ref in tiles.own)
     n, head_dim, group, transforms = call.rows, call.head_dim, call.group, call.transforms
+    if call.sharing:  # the wide tile of a shared unit is not in use at the same time
+        wide, red = (ref.at[me] for ref in tiles.own)
+        q_smem, p_smem = wide.at[pl.ds(0, n)], wide.at[pl.ds(n, n), pl.ds(0, call.blocks.block_kv)]
+    else:
+        q_smem, p_smem, red = (ref.at[me] for ref in tiles.own)
+    weight_columns = head_dim if call.sharing else call.blocks.block_kv
     shape = (call.blocks.block_kv, n)
 
     def state():
@@ -304,7 +309,7 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         new_top = column_max(s, top, red, n)
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - new_top)
-        put_weights(p.astype(call.dtype), p_smem, n)
+        put_weights(p.astype(call.dtype), p_smem, n, weight_columns)
         plgpu.commit_smem()
         # A thread adds up its own keys; the sum over all is made once, at the end.
         return acc * as_rows(decay, head_dim, n), new_top, total * decay + p, None

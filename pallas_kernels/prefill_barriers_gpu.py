@@ -79,10 +79,11 @@ def arrive(ref, index) -> None:
     arrive_at(ref, index)
 
 
-def load_tile(pages_ref, smem, barrier, index, head_and_kind, ids, firsts, *, transforms, swizzle: int):
+def load_tile(pages_ref, smem, barrier, index, head_and_kind, ids, firsts, *, transforms, swizzle: int | None):
     """In a warp: copies a tile's pages of one head, K or V, to shared memory.
 
     Args:
+      smem: swizzled tiles, or rows one after the other if there are no transforms.
       barrier, index: the barrier that completes when all is there.
       head_and_kind: 2 * head, plus 1 for V.
       ids: the page of each box.
@@ -102,25 +103,24 @@ def load_tile(pages_ref, smem, barrier, index, head_and_kind, ids, firsts, *, tr
     )
     def load(ctx, pages, smem, barrier, index, column, ids, firsts):
         index_type = ir.IndexType.get()
-        row_tiles, column_tiles, rows, columns = ir.MemRefType(smem.type).shape
-        box = row_tiles * rows // len(ids)
+        ty = ir.MemRefType(smem.type)
+        rows_of_one = ty.shape[2] if transforms else 1  # rows of the leading axis' elements, which may be tiles
+        box = ty.shape[0] * rows_of_one // len(ids)
         full = _at(barrier, ends.scalar_of(index))
-        size = math.prod((row_tiles, column_tiles, rows, columns)) * utils.bytewidth(
-            ir.MemRefType(smem.type).element_type
-        )
+        size = math.prod(ty.shape) * utils.bytewidth(ty.element_type)
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)):
             full.arrive_expect_tx(size)
             for n, page in enumerate(ids):
                 first = mgpu.ds(arith.index_cast(index_type, ends.scalar_of(firsts[n])), box) if firsts else slice(None)
                 ctx.async_copy(
                     src_ref=pages,
-                    dst_ref=utils.memref_slice(smem, slice(n * box // rows, (n + 1) * box // rows)),
+                    dst_ref=utils.memref_slice(smem, slice(n * box // rows_of_one, (n + 1) * box // rows_of_one)),
                     gmem_slice=(
                         arith.index_cast(index_type, ends.scalar_of(page)),
                         first,
                         arith.index_cast(index_type, ends.scalar_of(column)),
                     ),
-                    gmem_transform=(mgpu.TileTransform((rows, columns)),),
+                    gmem_transform=(mgpu.TileTransform(tuple(ty.shape[2:])),) if transforms else (),
                     barrier=full,
                     swizzle=swizzle,
                     arrive=False,

@@ -33,7 +33,9 @@ class Call:
       group: query heads of a KV head.
       tokens: query tokens of a consumer's part of a tile.
       head_dim: width of a head.
-      dtype: of queries and pages.
+      dtype: of queries and of K in the tiles.
+      value_dtype: of V in the tiles.
+      page_dtype: of pages.
       transforms: how the tiles in shared memory are laid out.
     """
 
@@ -41,18 +43,26 @@ class Call:
     tokens: int
     head_dim: int
     dtype: Any
+    value_dtype: Any
+    page_dtype: Any
     transforms: tuple
     blocks: PrefillBlocks
     options: AttentionOptions
     with_lse: bool
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the pages have scales."""
+        return self.page_dtype.itemsize == 1
+
 
 @dataclass(frozen=True)
 class Refs:
-    """Arrays in global memory; `sinks` and `lse` may be `None`."""
+    """Arrays in global memory; `scales`, `sinks` and `lse` may be `None`."""
 
     q: Any
     pages: Any
+    scales: Any
     records: Any
     page_table: Any
     counters: Any
@@ -62,8 +72,20 @@ class Refs:
 
 
 @dataclass(frozen=True)
+class RawTiles:
+    """Tiles of 8 bits on their way to those of 16."""
+
+    k: Any
+    v: Any
+    k_full: Any
+    v_full: Any
+    k_freed: Any
+    v_freed: Any
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """Shared memory and barriers."""
+    """Shared memory and barriers; `raw` and `scales` are of 8-bit pages, else `None`."""
 
     q: Any
     k: Any
@@ -75,6 +97,8 @@ class Tiles:
     v_freed: Any
     unit_full: Any
     unit_freed: Any
+    scales: Any
+    raw: RawTiles | None
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,12 @@ def take_unit(tiles: Tiles, i) -> jax.Array:
     unit = tiles.units[slot]
     sync.arrive(tiles.unit_freed, slot)
     return unit
+
+
+def read_blocks(records, unit, num_units) -> list[jax.Array]:
+    """Of a unit, which blocks it reads: head, row, last column of the page table, first KV token, blocks."""
+    at = jnp.minimum(unit, num_units - 1)
+    return [records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE, plan.KV_START, plan.NUM_BLOCKS)]
 
 
 def consume(call: Call, refs: Refs, tiles: Tiles) -> None:
@@ -150,22 +180,25 @@ def consume(call: Call, refs: Refs, tiles: Tiles) -> None:
             **layout,
         )
 
-    def softmax(s, top, total, part: Part, first_key=None):
+    def softmax(s, top, total, part: Part, step, first_key=None):
         return registers.softmax(
             s,
             top,
             total,
             None if first_key is None else (part.position, first_key),
+            tiles.scales.at[lax.rem(step, stages + 1)] if call.quantized else None,
             scale=scale,
             cap=None if cap is None else cap * LOG2E,
             slack=blocks.slack,
-            dtype=call.dtype,
+            dtype=call.value_dtype,
             group=call.group,
             window=window,
         )
 
     def hide_values(part: Part, j, step):
         """In the last block, hides what comes after the row's last token; in the first, what the window has left."""
+        if call.quantized:
+            return  # no NaN is left of them
         first_key = part.kv_start + (part.num_blocks - 1 - j) * bkv
         low = jnp.int32(0) if window is None else part.first_position - (window - 1) - first_key
         high = part.kv_len - first_key
@@ -198,7 +231,7 @@ def consume(call: Call, refs: Refs, tiles: Tiles) -> None:
         top = plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), WGMMA.reduce(1))
         total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), WGMMA.reduce(1))
         acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, head_dim), jnp.float32), WGMMA)
-        p, top, total, _ = softmax(s, top, total, part, part.kv_start + last * bkv)
+        p, top, total, _ = softmax(s, top, total, part, step, part.kv_start + last * bkv)
         if blocks.query_buffers > 1:
             fetch_queries(i + 1, following)
         stage = lax.rem(step, stages)
@@ -226,7 +259,8 @@ def consume(call: Call, refs: Refs, tiles: Tiles) -> None:
         def kv_block(j, carry, *, masked: bool):
             acc, p, top, total = carry
             s, acc = products(i, step + j, acc, p)
-            p, top, total, decay = softmax(s, top, total, part, part.kv_start + (last - j) * bkv if masked else None)
+            first_key = part.kv_start + (last - j) * bkv if masked else None
+            p, top, total, decay = softmax(s, top, total, part, step + j, first_key)
             acc = outputs(step + j - 1, acc)
             acc = registers.rescale(acc, decay)
             stage = lax.rem(step + j, stages)

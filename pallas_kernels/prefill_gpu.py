@@ -4,6 +4,7 @@ A block of threads stays for the whole launch and takes units off a common list 
 `consumers` warpgroups that compute, 64 query rows each, and one whose warps load and count:
 
     warp 0, 1      K, V: unit -> page ids -> one TMA box a page -> ring of `stages` tiles, which all consumers read
+                   (of 8-bit pages, a ring that one more warpgroup converts: `prefill_convert_gpu`)
     warp 2         takes the next unit and puts its number where the others look
     consumer       queries -> S of the last block -> for each block before it:
                        S of this block, O += P V of the block after it | softmax of this block
@@ -29,11 +30,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import prefill_barriers_gpu as sync
 from . import prefill_plan_gpu as plan
 from .prefill_consumer_gpu import UNITS_AHEAD as _UNITS_AHEAD
-from .prefill_consumer_gpu import Call, Refs, Tiles, consume, take_unit
+from .prefill_consumer_gpu import Call, RawTiles, Refs, Tiles, consume, read_blocks, take_unit
+from .prefill_convert_gpu import VALUE_DTYPE, convert
 from .prefill_tuning_gpu import PrefillBlocks, tile_tokens
 from .tuning import TILE_ROWS
 
-_REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer's and a loading thread, by consumers of a block
+_WARPS = 4  # of a warpgroup
+# Of a thread of a consumer, of the loading and of the converting warpgroup, by consumers of a block.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
+_REGISTERS_AND_CONVERTING = {2: (208, 24, 72), 3: (128, 24, 72)}
 
 
 def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size: int, k_or_v: int) -> None:
@@ -42,22 +47,18 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
     The record of the next unit is read before it is needed.
     """
     pages, records, page_table = refs.pages, refs.records, refs.page_table
-    bkv, stages = blocks.block_kv, blocks.stages
+    bkv = blocks.block_kv
     box = math.gcd(page_size, bkv)
     num_units = records[0, plan.NUM_UNITS]
-    smem, full, freed = (
-        (tiles.k, tiles.k_full, tiles.k_freed),
-        (tiles.v, tiles.v_full, tiles.v_freed),
-    )[k_or_v]
-
-    def read(unit):
-        at = jnp.minimum(unit, num_units - 1)
-        return [records[at, f] for f in (plan.HEAD, plan.ROW, plan.LAST_PAGE, plan.KV_START, plan.NUM_BLOCKS)]
+    to, stages, swizzle = tiles, blocks.stages, blocks.swizzle
+    if tiles.raw is not None:
+        to, stages, swizzle, transforms = tiles.raw, blocks.raw_stages, None, ()
+    smem, full, freed = ((to.k, to.k_full, to.k_freed), (to.v, to.v_full, to.v_freed))[k_or_v]
 
     def unit_blocks(state):
         i, _, step, head, row, last_page, kv_start, num_blocks = state
         next_unit = take_unit(tiles, i + 1)
-        following = read(next_unit)
+        following = read_blocks(records, next_unit, num_units)
 
         def boxes_of(j):
             """Of each box of the j-th block, the page, and the first slot in it."""
@@ -86,7 +87,7 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
                 list(ids),
                 [] if box == page_size else list(firsts),
                 transforms=transforms,
-                swizzle=blocks.swizzle,
+                swizzle=swizzle,
             )
             return step + 1
 
@@ -97,7 +98,7 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
 
     @pl.when(first < num_units)
     def _():
-        state = jnp.int32(0), first, jnp.int32(0), *read(first)
+        state = jnp.int32(0), first, jnp.int32(0), *read_blocks(records, first, num_units)
         lax.while_loop(lambda state: state[1] < num_units, unit_blocks, state)
 
 
@@ -123,10 +124,23 @@ def _count(refs: Refs, tiles: Tiles, blocks: PrefillBlocks) -> None:
 
 @functools.partial(jax.jit, static_argnames=("page_size", "blocks", "options"))
 def prefill(
-    q, pages, records, page_table, counters, sinks, out, lse, *, page_size: int, blocks: PrefillBlocks, options
+    q,
+    pages,
+    records,
+    page_table,
+    counters,
+    sinks,
+    out,
+    lse,
+    *,
+    page_size: int,
+    blocks: PrefillBlocks,
+    options,
+    scales=None,
 ):
     """Attention of the units in `records`; their tokens' rows of `out` and of `lse` (or `None`) are replaced."""
     _, heads, head_dim = q.shape
+    quantized = scales is not None
     group = heads // (pages.shape[2] // 2)
     transforms = (
         plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),
@@ -138,6 +152,8 @@ def prefill(
         tokens=tile_tokens(group),
         head_dim=head_dim,
         dtype=q.dtype,
+        value_dtype=jnp.dtype(VALUE_DTYPE) if quantized else q.dtype,
+        page_dtype=pages.dtype,
         transforms=transforms,
         blocks=blocks,
         options=options,
@@ -149,6 +165,7 @@ def prefill(
         refs = Refs(
             q=next(args),
             pages=next(args),
+            scales=next(args) if quantized else None,
             records=next(args),
             page_table=next(args),
             counters=next(args),
@@ -156,19 +173,27 @@ def prefill(
             out=next(args),
             lse=next(args) if with_lse else None,
         )
-        tiles = Tiles(*args)
+        shared = [next(args) for _ in range(10)]
+        scales_smem = next(args) if quantized else None
+        raw = RawTiles(*args) if quantized else None
+        tiles = Tiles(*shared, scales=scales_smem, raw=raw)
         wg = lax.axis_index("wg")
-        consumer_registers, loading_registers = _REGISTERS[blocks.consumers]
-        sync.initialise(
-            [
-                (tiles.k_full, blocks.stages, 1),
-                (tiles.v_full, blocks.stages, 1),
-                (tiles.k_freed, blocks.stages, 4 * blocks.consumers),
-                (tiles.v_freed, blocks.stages, 4 * blocks.consumers),
-                (tiles.unit_full, _UNITS_AHEAD, 1),
-                (tiles.unit_freed, _UNITS_AHEAD, 4 * blocks.consumers + 2),
-            ]
-        )
+        # Of converted tiles each warp says that its part is there; else one thread expects all bytes.
+        filling, taking = (_WARPS, _WARPS) if quantized else (1, 0)
+        barriers = [
+            (tiles.k_full, blocks.stages, filling),
+            (tiles.v_full, blocks.stages, filling),
+            (tiles.k_freed, blocks.stages, _WARPS * blocks.consumers),
+            (tiles.v_freed, blocks.stages, _WARPS * blocks.consumers),
+            (tiles.unit_full, _UNITS_AHEAD, 1),
+            (tiles.unit_freed, _UNITS_AHEAD, _WARPS * blocks.consumers + 2 + taking),
+        ]
+        if raw is not None:
+            barriers += [(full, blocks.raw_stages, 1) for full in (raw.k_full, raw.v_full)]
+            barriers += [(freed, blocks.raw_stages, _WARPS) for freed in (raw.k_freed, raw.v_freed)]
+        sync.initialise(barriers)
+
+        consumer_registers, loading_registers, *converting_registers = registers
 
         @pl.when(wg < blocks.consumers)
         def _():
@@ -192,22 +217,36 @@ def prefill(
 
             plgpu.warp_map(warp)
 
-    tile = plgpu.SMEM((blocks.stages, blocks.block_kv, head_dim), q.dtype, transforms=transforms)
-    ring, ahead = sync.barriers(blocks.stages), sync.barriers(_UNITS_AHEAD)
+        if quantized:
+
+            @pl.when(wg == blocks.consumers + 1)
+            def _():
+                plgpu.set_max_registers(converting_registers[0], action="decrease")
+                convert(call, refs, tiles, page_size)
+
+    registers = (_REGISTERS_AND_CONVERTING if quantized else _REGISTERS)[blocks.consumers]
+    tile_shape, ring = (blocks.block_kv, head_dim), sync.barriers(blocks.stages)
+    ahead = sync.barriers(_UNITS_AHEAD)
+    of_raw = []
+    if quantized:
+        raw_tile = plgpu.SMEM((blocks.raw_stages, *tile_shape), pages.dtype)
+        of_raw = [plgpu.SMEM((blocks.stages + 1, 2 * blocks.block_kv), jnp.float32), raw_tile, raw_tile]
+        of_raw += [sync.barriers(blocks.raw_stages)] * 4
     call_kernel = plgpu.kernel(
         body,
         out_type=(),
         scratch_types=[
             plgpu.SMEM((blocks.query_buffers, blocks.consumers, TILE_ROWS, head_dim), q.dtype, transforms=transforms),
-            tile,
-            tile,
+            plgpu.SMEM((blocks.stages, *tile_shape), call.dtype, transforms=transforms),
+            plgpu.SMEM((blocks.stages, *tile_shape), call.value_dtype, transforms=transforms),
             plgpu.SMEM((_UNITS_AHEAD,), jnp.int32),
             *[ring] * 4,
             *[ahead] * 2,
+            *of_raw,
         ],
         grid=(blocks.num_blocks,),
         grid_names=("block",),
-        num_threads=blocks.consumers + 1,
+        num_threads=blocks.consumers + len(registers) - 1,
         thread_name="wg",
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(
@@ -218,6 +257,6 @@ def prefill(
         ),
     )
     out_ref, lse_ref = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
-    operands = [q, pages, records, page_table, counters, sinks, out_ref, lse_ref]
+    operands = [q, pages, scales, records, page_table, counters, sinks, out_ref, lse_ref]
     call_kernel(*[x for x in operands if x is not None])
     return jax.freeze(out_ref), None if lse_ref is None else jax.freeze(lse_ref)

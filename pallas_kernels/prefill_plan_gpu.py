@@ -13,7 +13,7 @@ units, which even out what the long ones left.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from .metadata import PagedMetadata
 
@@ -33,6 +33,37 @@ def num_units(num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int) ->
     return (
         (num_tokens // tokens + min(num_rows, num_tokens)) * num_kv_heads if tokens > 1 else num_tokens * num_kv_heads
     )
+
+
+def rows_to_split(
+    meta: PagedMetadata,
+    q_lens: Int32[Array, " S"],
+    *,
+    num_kv_heads: int,
+    tokens: int,
+    split_tokens: int,
+    sliding_window: int | None,
+    block_kv: int,
+    multiprocessors: int,
+) -> Bool[Array, " S"]:
+    """Rows that the decode kernel should run instead, which splits a row over the KV: short chunks of long rows.
+
+    A unit is not split, so the launch takes as long as its longest one. If that is more than twice an even share of all
+    blocks, and the decode kernel's tiles of all such rows are half as many as there are multiprocessors to share them,
+    the whole chip reads what a few multiprocessors would have.
+
+    Args:
+      q_lens: query tokens of the rows; 0 for those that are not to be listed.
+      tokens, split_tokens: query tokens of a tile of this kernel, and of the decode kernel.
+    """
+    seen = meta.kv_lens
+    if sliding_window is not None:
+        seen = jnp.minimum(seen, sliding_window + q_lens)
+    blocks = jnp.where(q_lens > 0, -(-seen // block_kv), 0).astype(jnp.float32)  # products may pass int32
+    units, split_units = ((num_kv_heads * -(-q_lens // n)).astype(jnp.float32) for n in (tokens, split_tokens))
+    long = blocks * multiprocessors > 2 * jnp.sum(units * blocks)
+    cost = jnp.sum(jnp.where(long, split_units * blocks, 0.0))
+    return long & (2 * cost <= multiprocessors * jnp.max(blocks))
 
 
 def make_prefill_list(
@@ -97,7 +128,8 @@ def make_prefill_list(
         ROW: row,
         KV_START: start,
         NUM_BLOCKS: jnp.where(live, -(-(stop - start) // block_kv), 0),
-        LAST_PAGE: jnp.maximum(stop - 1, 0) // page_size,
+        # No column outside of the table is read, whatever the lengths say.
+        LAST_PAGE: jnp.clip((stop - 1) // page_size, 0, meta.page_table.shape[1] - 1),
         KV_LEN: meta.kv_lens[row],
         NUM_UNITS: jnp.broadcast_to(ends[-1], units.shape),
     }

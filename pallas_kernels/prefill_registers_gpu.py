@@ -127,7 +127,17 @@ def _quad(value: ir.Value, op) -> ir.Value:
     return value
 
 
-def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: float, dtype, group: int, window):
+def _load_pairs(scales: ir.Value, first: int, columns: int, column: ir.Value) -> list[ir.Value]:
+    """Of `columns` floats of shared memory from `first` on, those of the columns that the thread holds."""
+    pair, index = ir.VectorType.get((2,), ir.F32Type.get()), ir.IndexType.get()
+    found = []
+    for n in range(columns // 8):
+        at = arith.index_cast(index, arith.addi(column, ends.i32(first + 8 * n)))
+        found += _scalars(vector.load(pair, scales, [at]))
+    return found
+
+
+def softmax(s, top, total, limits, scales, *, scale: float, cap: float | None, slack: float, dtype, group: int, window):
     """Weights of a block of scores, and the running maximum and sum with it.
 
     Args:
@@ -135,6 +145,8 @@ def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: fl
       top: [64] running maxima, base 2.
       total: [64] sums of the weights that the thread itself holds; `quad_sum` at the end.
       limits: (position of the first row's query, position of the first key), or `None` if each query sees each key.
+      scales: in shared memory, those of the block's keys and then of its values, or `None` if the pages have none; the
+        weights that come back are times those of the values, the sums are not.
       scale: of the products, to base 2; positive.
       cap: the soft cap, in base 2.
       slack: the maximum is left behind by up to so much; the sum is made with the same, so the result is the same.
@@ -144,21 +156,26 @@ def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: fl
     """
     rows = plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.float32, layout=_ROWS)
     limits = () if limits is None else limits
+    scales = () if scales is None else (scales,)
 
     @plgpu.inline_mgpu(
-        arg_types=(_WGMMA, _ROWS, _ROWS, *[_SCALAR] * len(limits)),
+        arg_types=(_WGMMA, _ROWS, _ROWS, *[plgpu.RefType()] * len(scales), *[_SCALAR] * len(limits)),
         return_type=(plgpu.ShapeDtypeStruct(s.shape, dtype, layout=_WGMMA), rows, rows, rows),
     )
-    def compute(_, s, top, total, *limits):
-        limits = [ends.scalar_of(x) for x in limits]
+    def compute(_, s, top, total, *rest):
+        scales, limits = rest[: len(rest) % 2], [ends.scalar_of(x) for x in rest[len(rest) % 2 :]]
         registers = ends.halves(s)
         tops, totals = row_scalars(top), row_scalars(total)
         new_tops, new_totals, decays = [], [], []
         weights = np.empty(registers.shape, dtype=object)
         own_rows, column = ends.own_rows()
+        of_keys = [_load_pairs(x, 0, s.shape[1], column) for x in scales]
+        of_values = [_load_pairs(x, s.shape[1], s.shape[1], column) for x in scales]
         for half, row in enumerate(own_rows):
             values = [x for pair in registers[:, half] for x in _scalars(pair)]
-            factor = scale
+            for factors in of_keys:
+                values = [arith.mulf(x, y) for x, y in zip(values, factors, strict=True)]
+            factor, unseen = scale, []
             if cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's tanh has only 11 bits
                 factor = 1.0
                 values = [_soft_capped(x, scale, cap) for x in values]
@@ -173,6 +190,7 @@ def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: fl
                         behind = arith.cmpi(arith.CmpIPredicate.sgt, at, arith.subi(last, ends.i32(window)))
                         seen = arith.andi(seen, behind)
                     values[i] = arith.select(seen, x, ends.f32(-np.inf))
+                    unseen.append(arith.xori(seen, utils.c(1, seen.type)))
             highest = _quad(_tree(values, arith.maximumf), arith.maximumf)
             highest = arith.mulf(highest, ends.f32(factor)) if factor != 1.0 else highest
             new_top = arith.maximumf(tops[half], highest)
@@ -186,6 +204,10 @@ def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: fl
             ]
             p = [ends.exp2_of(x) for x in exponents]
             own = math.fma(totals[half], decay, _tree(p, arith.addf))
+            for factors in of_values:
+                p = [arith.mulf(x, y) for x, y in zip(p, factors, strict=True)]
+                if unseen:  # the scale of a slot that no query sees may be NaN
+                    p = [arith.select(hidden, ends.f32(0.0), x) for hidden, x in zip(unseen, p, strict=True)]
             for n in range(len(p) // 2):
                 pair = _pair(p[2 * n], p[2 * n + 1])
                 element = utils.dtype_to_ir_type(dtype)
@@ -200,7 +222,7 @@ def softmax(s, top, total, limits, *, scale: float, cap: float | None, slack: fl
             _row_array(decays),
         )
 
-    return compute(s, top, total, *limits)
+    return compute(s, top, total, *scales, *limits)
 
 
 def _soft_capped(x: ir.Value, scale: float, cap: float) -> ir.Value:

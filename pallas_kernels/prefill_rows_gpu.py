@@ -48,11 +48,11 @@ def _own_units(smem, head_dim: int, swizzle: int) -> list[tuple[ir.Value, ir.Val
         row = arith.divui(nth, ends.i32(columns))
         column = arith.muli(arith.subi(nth, arith.muli(row, ends.i32(columns))), ends.i32(_UNIT))
         row = arith.addi(row, arith.muli(warp, ends.i32(16)))
-        units.append((row, column, _address(smem, row, column, head_dim, swizzle)))
+        units.append((row, column, address_of(smem, row, column, head_dim, swizzle)))
     return units
 
 
-def _address(smem, row: ir.Value, column: ir.Value, head_dim: int, swizzle: int) -> ir.Value:
+def address_of(smem, row: ir.Value, column: ir.Value, head_dim: int, swizzle: int) -> ir.Value:
     """Where an element of a swizzled tile of 16-bit values is."""
     tile_columns = swizzle // 2
     tile = arith.addi(
@@ -119,7 +119,7 @@ def store_outputs(refs, smem, token, head, live_rows, out, lse, *, group: int, h
         rows, column = [row, arith.addi(row, ends.i32(8))], arith.muli(arith.remui(lane, ends.i32(4)), ends.i32(2))
         for half, row in enumerate(rows):
             for n, pair in enumerate(registers[:, half]):
-                address = _address(smem, row, arith.addi(column, ends.i32(8 * n)), head_dim, swizzle)
+                address = address_of(smem, row, arith.addi(column, ends.i32(8 * n)), head_dim, swizzle)
                 llvm.store(ends.rounded(pair, ref, 2), address, alignment=4)
             if lse_ref is not None:
                 with utils.when(arith.andi(ends.equal(column, ends.i32(0)), ends.less(row, live_rows))):

@@ -6,8 +6,9 @@ As `narrow_gpu`, but K and V go through registers, where they become float16 (`c
 is free as soon as it is loaded. N is up to 64, so that the kind also serves many query rows.
 
 A key's scale multiplies its scores. A value's scale would multiply its weight; weights of float16 do not have the
-range for it, so it goes into the exponent instead: the running maximum is that of score + log2(scale), no weight passes
-1, and the sum of the softmax takes the scale out again.
+range for it, so it goes into the exponent instead: the running maximum is that of score + log2(scale), and the sum of
+the softmax takes the scale out again. Weights are up to 2^15, nearly the largest float16, and not up to 1: then one is
+lost only if it is below 2^-39 of the largest, and a hundred thousand of those are nothing.
 """
 
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import convert_gpu as convert
 from . import narrow_gpu as narrow
 from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, unfinished
+
+_HEADROOM = 15.0  # the largest weight's logarithm to base 2; the largest float16's is 16
 
 
 def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
@@ -71,7 +74,8 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         over = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
         hidden = s == -jnp.inf  # the scale of a slot that nobody sees may be NaN
         s = jnp.where(hidden, s, s + over(jnp.log2(scales)))
-        new_top = narrow.column_max(s, top, red, n)
+        # All that is called top is this much below the maximum: the sum is larger by as much, and both agree.
+        new_top = narrow.column_max(s - _HEADROOM, top, red, n)
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - new_top)
         narrow.put_weights(p.astype(jnp.float16), p_smem, n)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from .pages import QUANTIZED_DTYPES, PageSpec
+from .tuned_blocks import tuned
 
 HEAD_DIMS = (64, 96, 128, 256)  # those that were compared with the reference on a GPU
 TILE_ROWS = 64  # rows of a matrix instruction: query tokens times query heads of a KV head
@@ -47,8 +48,15 @@ class GPUBlocks:
         return self.consumers * self.num_blocks
 
 
-def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str | None = None) -> str | None:
-    """Why the kernel cannot run on such pages, or on such queries of theirs; `None` if it can."""
+def shape_objection(
+    spec: PageSpec, num_heads: int | None = None, q_dtype: str | None = None, num_tokens: int = 1
+) -> str | None:
+    """Why the kernel cannot run on such pages, or on such queries of theirs; `None` if it can.
+
+    Example:
+      >>> shape_objection(PageSpec(64, 16, 8, 128, "bfloat16"), 32, "bfloat16", num_tokens=1 << 19)
+      'it takes queries of less than 2**31 values; these are 524288 x 32 x 128'
+    """
     if spec.dtype.name not in ("bfloat16", "float16", *QUANTIZED_DTYPES):
         return f"it reads pages of bfloat16, float16, int8 and float8_e4m3fn; these are {spec.dtype.name}"
     if spec.head_dim not in HEAD_DIMS:
@@ -59,6 +67,11 @@ def shape_objection(spec: PageSpec, num_heads: int | None = None, q_dtype: str |
         return "it takes pages with 16 scales of keys or more; these have 8, of one head"
     if num_heads is not None and num_heads > TILE_ROWS * spec.num_kv_heads:
         return f"it takes up to {TILE_ROWS} query heads a KV head; these are {num_heads} over {spec.num_kv_heads}"
+    # Offsets are of 32 bits, but for K and V, which are copied by coordinates.
+    if num_tokens * (num_heads or 1) * spec.head_dim >= 2**31:
+        return f"it takes queries of less than 2**31 values; these are {num_tokens} x {num_heads} x {spec.head_dim}"
+    if spec.scales_shape is not None and math.prod(spec.scales_shape) >= 2**31:
+        return f"it takes pages with less than 2**31 scales; these have {math.prod(spec.scales_shape)}"
     if q_dtype is not None and spec.quantized and q_dtype not in ("bfloat16", "float16"):
         return f"it takes queries of bfloat16 and float16; these are {q_dtype}"
     if q_dtype is not None and not spec.quantized and jnp.dtype(q_dtype) != spec.dtype:
@@ -100,6 +113,26 @@ def choose_gpu_blocks(
     narrow: bool = True,
     units: int = 0,
 ) -> GPUBlocks:
+    """The tiles of a step: those of the rules, or what the table of the GPU in use has instead (`tuned_blocks`).
+
+    Args:
+      itemsize: bytes of a value in the pages.
+      narrow: whether the step's shape is that of a decode step.
+      units: KV heads times rows of the step, live or not.
+    """
+    blocks = rule_gpu_blocks(head_dim, multiprocessors, itemsize, page_size, narrow=narrow, units=units)
+    return tuned("decode", blocks, head_dim=head_dim, itemsize=itemsize, units=units) if narrow else blocks
+
+
+def rule_gpu_blocks(
+    head_dim: int,
+    multiprocessors: int,
+    itemsize: int = 2,
+    page_size: int = 16,
+    *,
+    narrow: bool = True,
+    units: int = 0,
+) -> GPUBlocks:
     """The tiles that fit: two consumers with three stages or more each, else one; four for large steps of 8-bit decode.
 
     Two consumers hide each other's arithmetic, and three stages keep the memory busy while one is computed. Blocks of
@@ -107,14 +140,12 @@ def choose_gpu_blocks(
     in more pieces, which costs more than it saves if units are few.
 
     Args:
-      itemsize: bytes of a value in the pages.
-      narrow: whether the step's shape is that of a decode step.
-      units: KV heads times rows of the step, live or not.
+      (all): as in `choose_gpu_blocks`.
 
     Example:
-      >>> choose_gpu_blocks(128, 132).stages, choose_gpu_blocks(256, 132).consumers
+      >>> rule_gpu_blocks(128, 132).stages, rule_gpu_blocks(256, 132).consumers
       (3, 1)
-      >>> [choose_gpu_blocks(128, 132, itemsize=1, units=8 * rows).consumers for rows in (8, 128)]
+      >>> [rule_gpu_blocks(128, 132, itemsize=1, units=8 * rows).consumers for rows in (8, 128)]
       [2, 4]
     """
     few_rows = narrow and itemsize == 1 and head_dim % 64 == 0

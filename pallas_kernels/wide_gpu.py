@@ -14,13 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import combine_gpu as ends
 from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, hide_unseen_values, unfinished
+from .tuning import TILE_ROWS
 
 
 def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
     """64 query rows along M."""
     me = lax.axis_index("wg")
-    (q_smem,) = tiles.own
-    rows, head_dim, group = call.rows, call.head_dim, call.group
+    q_smem, rows, head_dim, group = tiles.own[0], TILE_ROWS, call.head_dim, call.group
     score_shape, acc_shape = (rows, call.blocks.block_kv), (rows, head_dim)
 
     def state():

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from .kv_write import write_kv_xla
 from .metadata import PagedMetadata
@@ -60,7 +60,7 @@ def _quantize(pair, dtype, tile: Tile):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is static of a call; `q` has no heads where there is no q to rotate."""
+    """What is static of a call; `q` has no heads where there is no q to rotate, and `dtype` is that of what is read."""
 
     spec: PageSpec
     tile: Tile
@@ -71,6 +71,8 @@ class _Call:
     v: Heads
     tiles: int
     rows: type
+    dtype: Any
+    parts: int
 
     def blocks(self, heads: Heads) -> int:
         return -(-self.num_tokens * heads.count // (self.tile.rows * self.tiles))
@@ -78,10 +80,17 @@ class _Call:
     def starts(self, block) -> list:
         return [(block * self.tiles + n) * self.tile.rows for n in range(self.tiles)]
 
+    def load(self, rows, ref, start, heads: Heads):
+        """A tile, of the sum of all parts."""
+        pairs = [rows.load(ref, start, heads, part * self.num_tokens) for part in range(self.parts)]
+        if self.parts == 1:
+            return pairs[0]
+        return tuple(functools.reduce(jnp.add, halves).astype(self.dtype) for halves in zip(*pairs, strict=True))
+
     def rotate_queries(self, block, q, cos, sin, out) -> None:
         rows = self.rows(self.tile, self.num_tokens * self.q.count)
         starts = self.starts(block)
-        loaded = [(rows.load(q, at, self.q), rows.load_angles(cos, sin, at, self.q)) for at in starts]
+        loaded = [(self.load(rows, q, at, self.q), rows.load_angles(cos, sin, at, self.q)) for at in starts]
         for at, (pair, angles) in zip(starts, loaded, strict=True):
             rows.store(out, at, _rotate(pair, angles, self.tile))
 
@@ -92,7 +101,7 @@ class _Call:
         for at in starts:
             angles = rows.load_angles(cos, sin, at, self.k) if self.rotate else None
             slots = rows.load_slots(slot_mapping, at, self.k)
-            loaded.append((rows.load(k, at, self.k), rows.load(v, at, self.v), angles, slots))
+            loaded.append((self.load(rows, k, at, self.k), self.load(rows, v, at, self.v), angles, slots))
         for at, (k_pair, v_pair, angles, slots) in zip(starts, loaded, strict=True):
             if angles is not None:
                 k_pair = _rotate(k_pair, angles, tile)
@@ -105,15 +114,32 @@ class _Call:
             rows.store_slots(data, slots, at, self.k, k_pair, v_pair)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "heads", "tiles", "interpret"))
-def write(q, k, v, cos, sin, slot_mapping, data, scales, *, spec, heads, tiles=None, interpret=None):
+@functools.partial(jax.jit, static_argnames=("spec", "heads", "dtype", "parts", "tiles", "interpret"))
+def write(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    slot_mapping,
+    data,
+    scales,
+    *,
+    spec,
+    heads,
+    dtype=None,
+    parts=1,
+    tiles=None,
+    interpret=None,
+):
     """The kernel call; jitted, so that equal layers are lowered once.
 
     Args:
-      q, k, v: [T, C] arrays whose columns are heads, which may be three times the same one; q is `None` if only K and V
-        are to be written.
+      q, k, v: [T, C] arrays whose columns are heads, which may be three times the same one, or f32 parts of them, all
+        of the first, then all of the second [parts * T, C]; q is `None` if only K and V are to be written.
       cos, sin: of the rope, or both `None`.
       heads: where in their columns the heads of q, k and v are; none of q, if there is no q.
+      dtype: that the sum of parts is rounded to.
       tiles: of a block, or `None` for as many as suit the size.
 
     Returns:
@@ -121,19 +147,22 @@ def write(q, k, v, cos, sin, slot_mapping, data, scales, *, spec, heads, tiles=N
     """
     tile = Tile(spec.head_dim, spec.head_dim // 2 if cos is None else cos.shape[1])
     q_heads, k_heads, v_heads = heads
+    tokens, dtype = k.shape[0] // parts, k.dtype if parts == 1 else dtype
     if tiles is None:
-        launch = k.shape[0] * (q_heads.count + k_heads.count) // tile.rows
+        launch = tokens * (q_heads.count + k_heads.count) // tile.rows
         tiles = 1 if launch <= _SMALL else _TILES
     call = _Call(
         spec=spec,
         tile=tile,
-        num_tokens=k.shape[0],
+        num_tokens=tokens,
         rotate=cos is not None,
         q=q_heads,
         k=k_heads,
         v=v_heads,
         tiles=tiles,
         rows=PlainRows if interpret else RegisterRows,
+        dtype=dtype,
+        parts=parts,
     )
     q_blocks = call.blocks(q_heads)
     # Dropped slots are marked here, for all layers at once; and what is computed has a buffer of its own, where a slice
@@ -162,7 +191,7 @@ def write(q, k, v, cos, sin, slot_mapping, data, scales, *, spec, heads, tiles=N
     operands = [q, k, v, cos, sin, slot_mapping, *pools]
     results = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((k.shape[0], q_heads.count * spec.head_dim), q.dtype)] if q_blocks else [],
+        out_type=[jax.ShapeDtypeStruct((tokens, q_heads.count * spec.head_dim), dtype)] if q_blocks else [],
         grid=(q_blocks + call.blocks(k_heads),),
         grid_names=("block",),
         kernel_name="rope_and_write_kv" if call.rotate else "write_kv",
@@ -216,6 +245,49 @@ def rotate_and_write_gpu(
             interpret=interpret,
         )
     return rotated.reshape(q.shape), dataclasses.replace(kv_pages, data=data, scales=scales)
+
+
+def rotate_and_write_qkv_gpu(
+    qkv: Float[Array, "T H D"] | Float32[Array, "P T H D"],
+    kv_pages: KVPages,
+    meta: PagedMetadata,
+    rope: Rope,
+    *,
+    dtype: Any = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "T Hq D"], KVPages]:
+    """`rotate_and_write_gpu` of a fused projection, whose heads of q, k and v are read where they are.
+
+    Its result for a token alone is a kernel's, too: a projection is an array of its own, not a slice of one.
+
+    Args:
+      rope: an even number of angles a token: a thread moves an even number of values.
+      dtype: of the result, where `qkv` is parts.
+      interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+    """
+    spec, (tokens, total, head_dim) = kv_pages.spec, qkv.shape[-3:]
+    parts = 1 if qkv.ndim == 3 else qkv.shape[0]
+    kv_heads, fused = spec.num_kv_heads, qkv.reshape(parts * tokens, -1)
+    heads = total - 2 * kv_heads
+    with jax.named_scope("rope_and_write_kv"):
+        rotated, data, scales = write(
+            *(fused, fused, fused),
+            rope.cos.astype(jnp.float32),
+            rope.sin.astype(jnp.float32),
+            meta.slot_mapping,
+            kv_pages.data,
+            kv_pages.scales,
+            spec=spec,
+            heads=(
+                Heads(heads),
+                Heads(kv_heads, heads * head_dim),
+                Heads(kv_heads, (heads + kv_heads) * head_dim),
+            ),
+            dtype=None if dtype is None else jnp.dtype(dtype),
+            parts=parts,
+            interpret=interpret,
+        )
+    return rotated.reshape(tokens, heads, head_dim), dataclasses.replace(kv_pages, data=data, scales=scales)
 
 
 def write_kv_gpu(

@@ -132,19 +132,19 @@ def _pointer(ref: ir.Value, offset: ir.Value) -> tuple[ir.Value, ir.Type]:
     return utils.getelementptr(pointer, [offset], element), element
 
 
-def _load(ref: ir.Value, offset: ir.Value, width: int) -> ir.Value:
+def load_vector(ref: ir.Value, offset: ir.Value, width: int) -> ir.Value:
     pointer, element = _pointer(ref, offset)
     return llvm.load(ir.VectorType.get((width,), element), pointer, alignment=width * utils.bytewidth(element))
 
 
-def _store(value: ir.Value, ref: ir.Value, offset: ir.Value) -> None:
+def store_vector(value: ir.Value, ref: ir.Value, offset: ir.Value) -> None:
     pointer, element = _pointer(ref, offset)
     (width,) = ir.VectorType(value.type).shape
     value = utils.bitcast(value, ir.VectorType.get((width,), element))
     llvm.store(value, pointer, alignment=width * utils.bytewidth(element))
 
 
-def _array(registers: list[ir.Value], shape: tuple[int, ...], layout, *, is_signed: bool | None = None):
+def from_registers(registers: list[ir.Value], shape: tuple[int, ...], layout, *, is_signed: bool | None = None):
     layout = layout.to_mgpu()
     filled = np.empty(len(registers), dtype=object)
     filled[:] = registers
@@ -160,8 +160,12 @@ class RegisterRows:
     tile: Tile
     num_rows: int
 
-    def load(self, ref, start, heads: Heads):
-        """The tile from row `start` on, two arrays of `tile.shape`; arbitrary where there is no row or column."""
+    def load(self, ref, start, heads: Heads, skip: int = 0):
+        """The tile from row `start` on, two arrays of `tile.shape`; arbitrary where there is no row or column.
+
+        Args:
+          skip: tokens of `ref` before the first one.
+        """
         tile, (_, stride) = self.tile, ref.shape
         kind = plgpu.ShapeDtypeStruct(tile.shape, ref.dtype, layout=tile.layout)
 
@@ -171,13 +175,13 @@ class RegisterRows:
             token = arith.divui(row, i32(heads.count))
             head = arith.subi(row, arith.muli(token, i32(heads.count)))
             origin = arith.addi(arith.muli(head, i32(tile.head_dim)), i32(heads.offset))
-            origin = arith.addi(arith.muli(token, i32(stride)), origin)
+            origin = arith.addi(arith.muli(arith.addi(token, i32(skip)), i32(stride)), origin)
             firsts, seconds = [], []
             for first, second, has in _pieces(tile):
                 for column, registers in ((first, firsts), (second, seconds)):
                     column = arith.select(has, column, i32(0))
-                    registers.append(_load(ref, arith.addi(origin, column), tile.piece))
-            return _array(firsts, tile.shape, tile.layout), _array(seconds, tile.shape, tile.layout)
+                    registers.append(load_vector(ref, arith.addi(origin, column), tile.piece))
+            return from_registers(firsts, tile.shape, tile.layout), from_registers(seconds, tile.shape, tile.layout)
 
         return load(ref, start)
 
@@ -194,8 +198,8 @@ class RegisterRows:
             for first, _, _ in _pieces(tile):
                 column = arith.select(less(first, i32(tile.half)), first, i32(0))
                 for ref, registers in ((cos, coses), (sin, sines)):
-                    registers.append(_load(ref, arith.addi(origin, column), tile.piece))
-            return _array(coses, tile.shape, tile.layout), _array(sines, tile.shape, tile.layout)
+                    registers.append(load_vector(ref, arith.addi(origin, column), tile.piece))
+            return from_registers(coses, tile.shape, tile.layout), from_registers(sines, tile.shape, tile.layout)
 
         return load(cos_ref, sin_ref, start)
 
@@ -207,7 +211,7 @@ class RegisterRows:
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=kind)
         def load(_, ref, start):
             token = arith.divui(self._clamped(_own_row(tile, scalar_of(start))), i32(heads.count))
-            return _array([_load(ref, token, 1)], (tile.rows,), tile.row_layout, is_signed=True)
+            return from_registers([load_vector(ref, token, 1)], (tile.rows,), tile.row_layout, is_signed=True)
 
         return load(ref, start)
 
@@ -258,7 +262,7 @@ class RegisterRows:
                     nth = arith.addi(arith.muli(head, i32(2)), i32(kind))
                     within = arith.addi(arith.muli(nth, i32(page_size)), offset)
                     origin = arith.muli(_wide(page), _wide(i32(2 * heads.count * page_size)))
-                    _store(scale.registers.flat[0], ref, arith.addi(origin, _wide(within)))
+                    store_vector(scale.registers.flat[0], ref, arith.addi(origin, _wide(within)))
 
         store(ref, slots, k, start, v)
 
@@ -270,7 +274,7 @@ class RegisterRows:
             with utils.when(has):
                 for column, x in zip(columns, (first, second), strict=True):
                     column = column if origin.type == column.type else _wide(column)
-                    _store(x.registers.flat[turn], ref, arith.addi(origin, column))
+                    store_vector(x.registers.flat[turn], ref, arith.addi(origin, column))
 
 
 def _only(x: mgpu.FragmentedArray) -> ir.Value:
@@ -284,11 +288,11 @@ class PlainRows:
     tile: Tile
     num_rows: int
 
-    def load(self, ref, start, heads: Heads):
+    def load(self, ref, start, heads: Heads, skip: int = 0):
         tile = self.tile
         token, head = self._place(start, heads)
         rows = ref[...][:, heads.offset : heads.offset + heads.count * tile.head_dim]
-        x = rows.reshape(-1, heads.count, tile.head_dim)[token, head]
+        x = rows.reshape(-1, heads.count, tile.head_dim)[token + skip, head]
         rest = x[:, 2 * tile.half :].reshape(tile.rows, -1, 2, tile.piece)
         pair = []
         for which in range(2):

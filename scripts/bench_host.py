@@ -1,9 +1,12 @@
-"""The time that the host spends on a step: scheduler, memory manager and prefix cache, without a model or a device.
+"""The time that the host spends on a step, without a model or a device: the results of steps are made up.
 
     python scripts/bench_host.py                        the tables below, and a JSON line
     python scripts/bench_host.py --cached 10000 --json  a smaller prefix cache, only the JSON line
 
-- Steps of sequences that all decode: `plan` and `update`, medians over `--steps` steps.
+- Steps as the engine takes them, planned one ahead of the results: `plan`; `pack`, with what else is done before the
+  step is handed over; `update`, with the outputs; `count`, the figures about the pool. Sequences that all decode, the
+  same with their text, as it comes (stream) or at the end, and a mix in which one ends and a prompt comes with each
+  step.
 - A long prompt: finding all of its pages in the prefix cache (its tokens are hashed and compared), and entering them.
 - Steps of 64 sequences among which some end and new ones begin in each, so that pages are entered, found and evicted,
   beside prefix caches of growing size: what a step costs must not depend on how many pages are cached.
@@ -17,22 +20,35 @@ import random
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jpaged.config import SchedulerConfig
+from jpaged.batch import BatchPacker
+from jpaged.collector import Collector
+from jpaged.config import EngineConfig, SchedulerConfig
+from jpaged.engine_view import pool_use
+from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.memory_manager import MemoryManager
 from jpaged.prefix_cache import CacheKey, token_bytes
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
+from jpaged.step import DispatchedStep, StepOutputs
+from jpaged.tokenizer import Tokenizer
 from scripts.report import print_json, print_table
 
 PAGE_SIZE = 16
 VOCAB = 100_000
+MAX_MODEL_LEN = 8192
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Text = Literal["none", "at end", "stream"]
 CHAIN_PAGES = 100  # of each cached text
 NUM_SHORT = 64  # sequences that run beside a large prefix cache
 SHORT_PROMPT, SHORT_OUTPUT = 96, 32
@@ -77,18 +93,117 @@ def run_steps(scheduler: Scheduler, num_steps: int, rng: random.Random, refill: 
     return StepTimes.of(plans, updates)
 
 
-def decode_times(num_seqs: int, num_steps: int) -> StepTimes:
-    """Steps in which all sequences decode, and none begins or ends."""
-    rng = random.Random(0)
-    memory = MemoryManager.for_pool(num_seqs * (200 + num_steps) // PAGE_SIZE + num_seqs, PAGE_SIZE)
-    config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * 200)
-    scheduler = Scheduler(config, memory, max_model_len=4096)
-    for number in range(num_seqs):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(50, 150))]
-        add_request(scheduler, number, prompt, max_tokens=num_steps + 50)
-    while any(len(seq.tokens) == seq.num_prompt_tokens for seq in scheduler.running_seqs) or scheduler.waiting:
-        run_steps(scheduler, 2, rng, lambda: None)
-    return run_steps(scheduler, num_steps, rng, lambda: None)
+PARTS = ("plan", "pack", "update", "count")
+
+
+@dataclass
+class Steps:
+    """What an engine does on the host, around steps whose results are made up: all rows sample the same tokens."""
+
+    num_seqs: int
+    text: Text = "none"
+    prompt_tokens: int = 0
+    times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+
+    def __post_init__(self) -> None:
+        chunk = max(self.num_seqs, 16) + self.prompt_tokens
+        config = SchedulerConfig(max_num_seqs=self.num_seqs, max_num_batched_tokens=chunk)
+        self.memory = MemoryManager.for_pool(self.num_seqs * 96 + 64, PAGE_SIZE)
+        self.scheduler = Scheduler(config, self.memory, max_model_len=MAX_MODEL_LEN, eos_token_ids=[VOCAB - 1])
+        shapes = EngineConfig(scheduler=config).step_shapes(MAX_MODEL_LEN, PAGE_SIZE)
+        self.packer = BatchPacker(shapes, page_size=PAGE_SIZE, max_num_seqs=self.num_seqs)
+        self.collector = Collector(self.scheduler, None if self.text == "none" else vocabulary())
+        self.rng = random.Random(0)
+        self.sampled = np.arange(1, chunk + 1, dtype=np.int32) % 500 + 3
+        self.in_flight: deque[DispatchedStep] = deque()
+        self.num_added = 0
+
+    def add(self, num_prompt: int, max_tokens: int) -> None:
+        prompt = tuple(self.rng.randrange(3, 500) for _ in range(num_prompt))
+        params = SamplingParams(max_tokens=max_tokens)
+        group = SequenceGroup(Request(request_id=str(self.num_added), prompt_token_ids=prompt, params=params))
+        self.num_added += 1
+        self.scheduler.add(group)
+        self.collector.open(group, None, stream="deltas" if self.text == "stream" else False)
+
+    def step(self) -> None:
+        """One step: another one is planned and packed, then the one before is read."""
+        clock, at = time.perf_counter, [time.perf_counter()]
+        plan = self.scheduler.plan()
+        if plan is None:
+            raise RuntimeError("nothing is left to run")
+        at.append(clock())
+        self.collector.begin(plan)
+        self.packer.pack(plan)
+        at.append(clock())
+        pool_use(self.memory, self.scheduler)
+        at.append(clock())
+        zeros = np.zeros(1, np.float32)
+        outputs = StepOutputs(self.sampled[: plan.num_seqs], *[zeros] * 6)  # type: ignore[arg-type]
+        self.in_flight.append(DispatchedStep(plan, outputs))
+        started = clock()
+        if len(self.in_flight) > 1:
+            self.collector.collect(done := self.in_flight.popleft(), np.asarray(done.outputs.token_ids))
+            self.collector.take_news()
+        seconds = (at[1] - at[0], at[2] - at[1], clock() - started, at[3] - at[2])
+        for part, spent in zip(PARTS, seconds, strict=True):
+            self.times[part].append(spent)
+
+    def medians(self) -> dict[str, float]:
+        """Of each part and of the steps as a whole, ms, and the 99th percentile of the steps."""
+        times = {**self.times, "step": [sum(parts) for parts in zip(*self.times.values(), strict=True)]}
+        found = {f"{part}_ms": round(1e3 * statistics.median(spent), 4) for part, spent in times.items()}
+        return found | {"p99_ms": round(1e3 * statistics.quantiles(times["step"], n=100)[98], 4)}
+
+
+def vocabulary() -> Tokenizer:
+    """A byte-level vocabulary of some hundred short words."""
+    tokens = ["<s>", "</s>", "<pad>", *LETTERS, *(first + second for first in LETTERS for second in LETTERS)]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": [f"{word[0]} {word[1]}" for word in tokens[29:]],
+    }
+    return Tokenizer(gguf_vocabulary(metadata, "bench"), "bench")
+
+
+def decode_times(num_seqs: int, num_steps: int, text: Text = "none") -> dict[str, float]:
+    """Steps in which all sequences decode, and none begins or ends. Prompts differ in length, so pages end in turn."""
+    steps = Steps(num_seqs, text, prompt_tokens=1024)
+    for _ in range(num_seqs):
+        steps.add(steps.rng.randint(50, 150), max_tokens=num_steps + 1000)
+    return timed(steps, num_steps, lambda: None)
+
+
+def mixed_times(num_seqs: int, num_steps: int, text: Text = "none") -> dict[str, float]:
+    """Steps in which about one sequence ends, and one prompt of 512 tokens begins."""
+    steps = Steps(num_seqs, text, prompt_tokens=512)
+
+    def refill() -> None:
+        while len(steps.collector) < num_seqs:
+            steps.add(512, max_tokens=steps.rng.randint(1, 2 * num_seqs - 1))
+
+    return timed(steps, num_steps, refill, warm_up=3 * num_seqs)
+
+
+def timed(steps: Steps, num_steps: int, refill: Callable[[], None], warm_up: int = 0) -> dict[str, float]:
+    """Times steps once everybody has begun; `refill` brings new requests, outside of what is timed."""
+    num_warm = 0
+    while steps.scheduler.waiting or num_warm < warm_up + 8:
+        refill()
+        steps.step()
+        num_warm += 1
+    for spent in steps.times.values():
+        spent.clear()
+    gc.collect()
+    gc.freeze()
+    for _ in range(num_steps):
+        refill()
+        steps.step()
+    gc.unfreeze()
+    return steps.medians()
 
 
 def prompt_times(num_tokens: int, repeats: int) -> dict[str, float]:
@@ -156,13 +271,19 @@ def cached_times(num_cached: int, num_steps: int) -> tuple[StepTimes, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="steps that are timed (default: %(default)s)")
-    parser.add_argument("--seqs", type=int, nargs="*", default=[256, 1024], help="sequences that decode at once")
+    parser.add_argument("--seqs", type=int, nargs="*", default=[1, 32, 256, 512], help="sequences that decode at once")
     parser.add_argument("--prompt", type=int, default=50_000, help="tokens of the long prompt (default: %(default)s)")
     parser.add_argument("--cached", type=int, nargs="*", default=[10_000, 100_000, 1_000_000], help="cached pages")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     args = parser.parse_args()
 
-    decode = {num_seqs: decode_times(num_seqs, args.steps) for num_seqs in args.seqs}
+    steps = {f"{num_seqs} decode": decode_times(num_seqs, args.steps) for num_seqs in args.seqs}
+    if args.seqs:
+        num_seqs = max(n for n in args.seqs if n <= 256 or n == min(args.seqs))
+        steps[f"{num_seqs} decode, text at the end"] = decode_times(num_seqs, args.steps, "at end")
+        steps[f"{num_seqs} decode, text streamed"] = decode_times(num_seqs, args.steps, "stream")
+        steps[f"{num_seqs} come and go"] = mixed_times(num_seqs, args.steps)
+        steps[f"{num_seqs} come and go, text at the end"] = mixed_times(num_seqs, args.steps, "at end")
     prompt = prompt_times(args.prompt, repeats=9)
     cached, evictions = {}, {}
     for num_cached in args.cached:
@@ -170,26 +291,27 @@ def main() -> None:
         gc.collect()
     results = {
         "page_size": PAGE_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
         "steps": args.steps,
-        "decode": {str(num_seqs): vars(times) for num_seqs, times in decode.items()},
+        "step": steps,
         "prompt_tokens": args.prompt,
         "prompt": prompt,
         "cached": {str(n): vars(times) | {"evictions": evictions[n]} for n, times in cached.items()},
     }
     if not args.json:
-        columns = ["plan, ms", "update, ms", "both, ms", "99th percentile, ms"]
         print_table(
-            "A step in which all sequences decode",
-            ["sequences", *columns],
-            [[f"{num_seqs:,}", *vars(times).values()] for num_seqs, times in decode.items()],
+            "A step on the host, medians",
+            ["sequences", *(f"{part}, ms" for part in (*PARTS, "all")), "99th percentile, ms"],
+            [[name, *times.values()] for name, times in steps.items()],
         )
         print_table(
             f"A prompt of {args.prompt:,} tokens",
             ["", "ms"],
             [["found in the prefix cache", prompt["find_ms"]], ["entered there", prompt["enter_ms"]]],
         )
+        columns = ["plan, ms", "update, ms", "both, ms", "99th percentile, ms"]
         print_table(
-            f"A step of {NUM_SHORT} sequences that come and go",
+            f"Planning a step of {NUM_SHORT} sequences that come and go",
             ["cached pages", *columns, "evictions"],
             [[f"{n:,}", *vars(times).values(), f"{evictions[n]:,}"] for n, times in cached.items()],
         )

@@ -1,16 +1,20 @@
-"""Times paged decode attention on a GPU, beside what other libraries were measured to take on the same kind of card.
+"""Times paged decode attention on a GPU, beside other libraries in the same run or on the same kind of card.
 
     python scripts/bench_kernels.py [--page-sizes 16,64] [--quick] [--xla]
     python scripts/bench_kernels.py --render docs/benchmarks/h200-kernels.json     that record as tables in Markdown
 
-Each time is that of one call of `paged_attention`, device time: calls are chained in one program, each on the output of
+Each time is that of one call of the attention op, device time: calls are chained in one program, each on the output of
 the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
 is replayed and the median of several batches of replays is taken. The work list, which all layers of a step share, is
-made before and timed apart. Prints tables and a last line of JSON.
+made before and timed apart. cuDNN's paged attention runs in the same run, and so do FlashAttention-3 and FlashInfer
+where they can be imported (`peers`); the record says which cannot, and for those the table of another day stands.
+Prints tables and a last line of JSON.
 """
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -30,8 +34,11 @@ import numpy as np
 
 from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, paged_attention, plan_attention
 from jpaged.pallas_kernels.cost import attention_cost
+from jpaged.pallas_kernels.quantization import quantize
 from jpaged.pallas_kernels.xla import AttentionOptions
+from scripts import peers
 from scripts.markdown import measured, table
+from scripts.measuring import Failure, measure_all
 from scripts.report import print_json, print_table
 
 READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
@@ -69,7 +76,8 @@ PEERS = {
         "FA3 p64": (9.3, 14.4, 12.2, 24.6, 19.1, 43.0, 73.1, 40.2, 112.4, 73.9, 120.0),
     },
 }
-XLA_CELLS = ((1, 1024), (32, 1024), (32, 4096))
+OTHERS_CELLS = ((1, 1024), (32, 1024), (32, 4096))  # those of XLA and cuDNN
+_MODULES = {"FA3": "flash_attn_interface", "FlashInfer": "flashinfer"}
 POOL_BYTES = 3 * 2**30
 
 
@@ -112,62 +120,77 @@ def median_us(step, state, arguments, calls: int, replays: int) -> float:
     return replay(step, state, arguments, calls, replays)[0]
 
 
-def prepare_cell(
-    kv_pages: KVPages, heads: int, rows: int, length: int, implementation: str, calls: int, replays: int
-) -> Callable[[], float]:
-    """Compiles a cell's program, and gives the function that times it: microseconds a call."""
-    from jpaged.pallas_kernels.attention_gpu import choose_tile, make_records
-    from jpaged.pallas_kernels.decode_gpu import attend
+@functools.lru_cache(maxsize=1)
+def make_pool(dtype: str, page_size: int, kv_heads: int, head_dim: int) -> KVPages:
+    """A pool of `POOL_BYTES` of normal values, quantised where the dtype is of 8 bits."""
+    page_values = page_size * kv_heads * 2 * head_dim
+    num_pages = POOL_BYTES // (page_values * jnp.dtype(dtype).itemsize) // 64 * 64
+    spec = PageSpec(num_pages, page_size, kv_heads, head_dim, dtype, "mosaic_gpu")
 
+    def fill(keys):  # a 64th of the pool at a time: what is quantised is float32 on the way
+        def part(key):
+            x = jax.random.normal(key, (num_pages // 64, page_size, kv_heads, 2, head_dim), jnp.float32)
+            return spec.to_stored(*quantize(x, spec.dtype)) if spec.quantized else spec.to_stored(x.astype(spec.dtype))
+
+        data, scales = jax.lax.map(part, keys)
+        return data.reshape(spec.data_shape), None if scales is None else scales.reshape(spec.scales_shape)
+
+    data, scales = jax.jit(fill)(jax.random.split(jax.random.key(0), 64))
+    return KVPages(data, scales, spec)
+
+
+def prepare_cell(
+    pool: tuple[str, int, int, int], heads: int, rows: int, length: int, by: str, calls: int, replays: int
+) -> Callable[[], float]:
+    """Compiles a cell's program, and gives the function that times it: microseconds a call.
+
+    Args:
+      pool: dtype, page size, KV heads and head_dim (`make_pool`).
+      by: "mosaic_gpu", "xla", or a name of `peers.PEERS`.
+    """
+    kv_pages = make_pool(*pool)
     spec = kv_pages.spec
     tables = make_tables(spec, rows, length, calls)
-    planned = jax.jit(partial(plan_attention, spec=spec))(make_metadata(tables[0], length))
     queries = jax.random.normal(jax.random.key(1), (rows, heads, spec.head_dim), jnp.bfloat16)
+    if by in peers.PEERS:
+        return peers.PEERS[by](queries, kv_pages, tables, length, replays)
+    from jpaged.pallas_kernels import attention_gpu as attention
+
+    planned = jax.jit(partial(plan_attention, spec=spec))(make_metadata(tables[0], length))
     shape = queries.shape
-    records = jax.jit(lambda planned: make_records(shape, spec, planned, None))(planned)
-    tokens, narrow = choose_tile(rows, rows, heads // spec.num_kv_heads, spec.head_dim)
+    records = jax.jit(lambda planned: attention.make_records(shape, spec, planned, None))(planned)
     options = AttentionOptions(scale=spec.head_dim**-0.5, sliding_window=None, soft_cap=None)
 
     def kernels(queries, kv_pages, tables, planned, records):
-        work = planned.work
         for page_table in tables:
-            queries, _ = attend(
-                queries,
-                kv_pages.data,
-                records,
-                page_table,
-                work.counters,
-                None,
-                tokens=tokens,
-                narrow=narrow,
-                page_size=spec.page_size,
-                blocks=work.blocks,
-                options=options,
-                with_lse=False,
-                scales=kv_pages.scales,
-            )
+            # The kernel reads the plan's table. Were it the same for all calls, XLA would leave all but one out.
+            step = dataclasses.replace(planned, work=dataclasses.replace(planned.work, page_table=page_table))
+            queries, _ = attention.attend_listed(queries, kv_pages, step, records, None, None, options, with_lse=False)
         return queries
 
     def xla(queries, kv_pages, tables, planned, _):
+        kv_pages = dataclasses.replace(kv_pages, spec=dataclasses.replace(spec, implementation="xla"))
         for page_table in tables:
             meta = dataclasses.replace(planned, page_table=page_table)
             queries = paged_attention(queries, kv_pages, meta, implementation="xla")
         return queries
 
-    step = jax.jit(xla if implementation == "xla" else kernels, donate_argnums=0)
+    step = jax.jit(xla if by == "xla" else kernels, donate_argnums=0)
     arguments = kv_pages, tables, planned, records
     queries = jax.block_until_ready(step(queries, *arguments))
     return lambda: median_us(step, queries, arguments, calls, replays)
 
 
 def prepare_all(prepare: Callable[..., Any], cells: Iterable[tuple]) -> list[Any]:
-    """`prepare(*cell)` of all cells, side by side: nearly all of a bench's time is the compiler's."""
+    """`prepare(*cell)` of all cells, side by side in threads, for cells that share a pool."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda cell: prepare(*cell), cells))
 
 
-def cell_result(spec: PageSpec, heads: int, rows: int, length: int, us: float) -> dict:
-    """A time with what it is to be read against."""
+def cell_result(pool: tuple[str, int, int, int], heads: int, rows: int, length: int, us: float) -> dict:
+    """A time with what it is to be read against: of what was measured on another day."""
+    dtype, page_size, kv_heads, head_dim = pool
+    spec = PageSpec(2, page_size, kv_heads, head_dim, dtype)
     cost = attention_cost(spec, num_heads=heads, q_lens=[1] * rows, kv_lens=[length] * rows)
     peers = {
         name: times[CELLS.index((rows, length))]
@@ -211,36 +234,23 @@ def render(record: dict) -> str:
         first = [r["times_best_peer"] for r in mine if r["page_size"] == mine[0]["page_size"]]
         parts.append(f"### {heads} query heads over {kv_heads}, head_dim {head_dim}\n\n{table(columns, rows)}")
         parts.append(f"Geometric mean at page size {mine[0]['page_size']}: {statistics.geometric_mean(first):.2f}.\n")
+    ours = {(r["heads"], r["head_dim"], r["rows"], r["kv_len"], r["page_size"]): r["us"] for r in reversed(results)}
+    rows = []
+    for r in record["results"].get("others", []):
+        same = [us for key, us in ours.items() if key[:4] == (r["heads"], r["head_dim"], r["rows"], r["kv_len"])]
+        cell = f"{r['rows']} x {r['kv_len']:,}", r["by"], str(r["page_size"])
+        rows.append([*cell, f"{r['us']:.1f}", f"{min(same):.2f}", f"{r['us'] / min(same):.1f}"])
+    if rows:
+        columns = ["Rows x KV tokens", "By", "Page", "us", "This kernel, best page, us", "Times as fast"]
+        parts.append(f"### Others in the same run\n\n{table(columns, rows)}")
+    absent = record["results"].get("not_importable", [])
+    if absent:
+        parts.append(f"Not importable there, so measured on another day: {', '.join(absent)}.\n")
     return "\n".join([*parts, measured(record)])
 
 
-def bench_decode(heads: int, kv_heads: int, head_dim: int, page_size: int, cells, *, xla: bool) -> list[dict]:
-    page_bytes = page_size * kv_heads * 2 * head_dim * 2
-    spec = PageSpec(POOL_BYTES // page_bytes, page_size, kv_heads, head_dim, jnp.dtype("bfloat16"), "mosaic_gpu")
-    fill = jax.jit(lambda: jax.random.normal(jax.random.key(0), spec.data_shape, jnp.bfloat16))
-    kv_pages = KVPages(data=fill(), scales=None, spec=spec)
-    xla_pages = dataclasses.replace(kv_pages, spec=dataclasses.replace(spec, implementation="xla"))
-    jobs = [
-        (kv_pages, heads, rows, length, "mosaic_gpu", 16, 20 if rows * length < 2**17 else 8) for rows, length in cells
-    ]
-    others = [cell for cell in cells if xla and cell in XLA_CELLS]
-    jobs += [(xla_pages, heads, *cell, "xla", 2, 4) for cell in others]
-    timers = prepare_all(prepare_cell, jobs)
-    xla_timers = dict(zip(others, timers[len(cells) :], strict=True))
-    results = []
-    for (rows, length), timer in zip(cells, timers, strict=False):
-        us = timer()
-        result = cell_result(spec, heads, rows, length, us)
-        if (rows, length) in xla_timers:
-            result["xla_us"] = round(xla_timers[rows, length](), 1)
-            print(f"XLA, the same: {result['xla_us']} us", flush=True)
-        results.append(result)
-        print(f"{heads}/{kv_heads} x {head_dim} p{page_size} {rows:>4} x {length:<6}{us:>8.2f} us", flush=True)
-    return results
-
-
-def bench_plan(rows: int, length: int) -> float:
-    """Microseconds of the plan of a step, made once for all layers: chained, each on lengths from the last."""
+def prepare_plan(rows: int, length: int) -> Callable[[], float]:
+    """The plan of a step, made once for all layers: chained, each on lengths from the last. Microseconds a plan."""
     from jpaged.pallas_kernels.attention_gpu import make_records
 
     spec, calls = PageSpec(64, 16, 8, 128, jnp.dtype("bfloat16"), "mosaic_gpu"), 16
@@ -253,7 +263,37 @@ def bench_plan(rows: int, length: int) -> float:
         return kv_lens
 
     meta = make_metadata(jnp.zeros((rows, 1), jnp.int32), length)
-    return round(median_us(jax.jit(chain, donate_argnums=0), meta.kv_lens + 0, (meta,), calls, replays=10), 1)
+    step = jax.jit(chain, donate_argnums=0)
+    lengths = jax.block_until_ready(step(meta.kv_lens + 0, meta))
+    return lambda: median_us(step, lengths, (meta,), calls, replays=10)
+
+
+def prepare(kind: str, *arguments: Any) -> Callable[[], float]:
+    """A job of `measure_all`: "cell", as in `prepare_cell`, or "plan"."""
+    return {"cell": prepare_cell, "plan": prepare_plan}[kind](*arguments)
+
+
+def make_jobs(models: Iterable[tuple[int, int, int]], page_sizes: list[int], *, quick: bool, xla: bool) -> list[tuple]:
+    """Arguments of `prepare`; neighbours share a pool."""
+    jobs: list[tuple] = [("plan", rows, 1024) for rows in (1, 256)]
+    for nth, (heads, kv_heads, head_dim) in enumerate(models):
+        for page_size in page_sizes if nth == 0 else page_sizes[:1]:
+            pool = ("bfloat16", page_size, kv_heads, head_dim)
+            for cell in QUICK if quick or page_size != page_sizes[0] else CELLS:
+                jobs.append(("cell", pool, heads, *cell, "mosaic_gpu", 16, 20 if cell[0] * cell[1] < 2**17 else 8))
+        if nth == 0:
+            first = ("bfloat16", page_sizes[0], kv_heads, head_dim)
+            jobs += [("cell", first, heads, *cell, "xla", 2, 4) for cell in OTHERS_CELLS if xla]
+            large = ("bfloat16", 128, kv_heads, head_dim)
+            jobs += [("cell", large, heads, *cell, "cuDNN", 8, 8) for cell in OTHERS_CELLS]
+            jobs += [
+                ("cell", ("bfloat16", size, kv_heads, head_dim), heads, *cell, name, 16, 8)
+                for name in ("FA3", "FlashInfer")
+                for size in (16, 64)
+                for cell in CELLS
+                if importlib.util.find_spec(_MODULES[name])
+            ]
+    return jobs
 
 
 def main() -> None:
@@ -268,36 +308,52 @@ def main() -> None:
     if arguments.render:
         print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
         return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if jax.default_backend() != "gpu":
         sys.exit("needs a GPU; jax found none")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     page_sizes = [int(size) for size in arguments.page_sizes.split(",")]
     models = [(32, 8, 128)] if arguments.quick else list(PEERS)
-    results = []
-    for model in models:
-        for page_size in page_sizes if model == models[0] else page_sizes[:1]:
-            cells = QUICK if arguments.quick or page_size != page_sizes[0] else CELLS
-            cells_of_table = bench_decode(
-                *model, page_size, cells, xla=arguments.xla and model == models[0] and page_size == page_sizes[0]
-            )
-            results += cells_of_table
-            columns = ["rows x KV tokens", "us", "TB/s", "of read roof", "best peer", "us", "times as fast"]
-            lines = [
-                [
-                    f"{r['rows']} x {r['kv_len']}",
-                    r["us"],
-                    r["tb_per_s"],
-                    f"{r['roofline']:.0%}",
-                    r["best_peer"],
-                    r["best_peer_us"],
-                    r["times_best_peer"],
-                ]
-                for r in cells_of_table
+    jobs = make_jobs(models, page_sizes, quick=arguments.quick, xla=arguments.xla)
+    ours: dict[int, dict] = {}
+    plans, others, failed = {}, [], []
+    for nth, us in measure_all(prepare, jobs):
+        kind, *what = jobs[nth]
+        print(f"{kind} {what}: {us if isinstance(us, Failure) else f'{us:.2f} us'}", flush=True)
+        if isinstance(us, Failure):
+            failed.append({"job": str(what), "error": us.error.strip().splitlines()[-1]})
+        elif kind == "plan":
+            plans[f"{what[0]} x {what[1]}"] = round(us, 1)
+        else:
+            pool, heads, rows, length, by = what[:5]
+            if by == "mosaic_gpu":
+                ours[nth] = cell_result(pool, heads, rows, length, us)
+            else:
+                shape = {"heads": heads, "kv_heads": pool[2], "head_dim": pool[3], "page_size": pool[1]}
+                others.append({"by": by, **shape, "rows": rows, "kv_len": length, "us": round(us, 1)})
+    results = [ours[nth] for nth in sorted(ours)]
+    titles = dict.fromkeys((r["heads"], r["kv_heads"], r["head_dim"], r["page_size"]) for r in results)
+    for heads, kv_heads, head_dim, page_size in titles:
+        lines = [
+            [
+                f"{r['rows']} x {r['kv_len']}",
+                r["us"],
+                r["tb_per_s"],
+                f"{r['roofline']:.0%}",
+                r["best_peer"],
+                r["best_peer_us"],
+                r["times_best_peer"],
             ]
-            print_table(f"Decode, {model[0]}/{model[1]} heads of {model[2]}, pages of {page_size}", columns, lines)
-    plans = {f"{rows} x {length}": bench_plan(rows, length) for rows, length in ((1, 1024), (256, 1024))}
-    print_json("bench_kernels", {"decode": results, "plan_us": plans})
+            for r in results
+            if (r["heads"], r["kv_heads"], r["head_dim"], r["page_size"]) == (heads, kv_heads, head_dim, page_size)
+        ]
+        columns = ["rows x KV tokens", "us", "TB/s", "of read roof", "best peer", "us", "times as fast"]
+        print_table(f"Decode, {heads}/{kv_heads} heads of {head_dim}, pages of {page_size}", columns, lines)
+    absent = [name for name, module in _MODULES.items() if not importlib.util.find_spec(module)]
+    print_json(
+        "bench_kernels",
+        {"decode": results, "others": others, "plan_us": plans, "not_importable": absent, "failed": failed},
+    )
 
 
 if __name__ == "__main__":

@@ -24,11 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
-from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, plan_attention
+from jpaged.pallas_kernels import PagedMetadata, PageSpec, plan_attention
 from jpaged.pallas_kernels.cost import attention_cost
+from jpaged.pallas_kernels.pages import QUANTIZED_DTYPES
 from jpaged.pallas_kernels.xla import AttentionOptions
-from scripts.bench_kernels import POOL_BYTES, make_tables, median_us, prepare_all
+from scripts.bench_kernels import make_pool, make_tables, median_us
 from scripts.markdown import measured, table
+from scripts.measuring import Failure, measure_all
 from scripts.report import print_json, print_table
 
 CELLS = ((1, 4096, 4096), (8, 1024, 1024), (4, 1024, 8192), (16, 512, 2048))  # rows, new tokens and all tokens of each
@@ -56,11 +58,16 @@ def make_metadata(page_table: jax.Array, new: int, length: int) -> PagedMetadata
 
 
 def prepare_cell(
-    kv_pages: KVPages, heads: int, rows: int, new: int, length: int
-) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Compiles a cell's programs, and gives the functions that time a call and a step's work lists: microseconds."""
+    pool: tuple[str, int, int, int], heads: int, rows: int, new: int, length: int
+) -> Callable[[], tuple[float, float]]:
+    """Compiles a cell's programs, and gives the function that times a call and a step's work lists: microseconds.
+
+    Args:
+      pool: dtype, page size, KV heads and head_dim (`make_pool`).
+    """
     from jpaged.pallas_kernels import attention_gpu as attention
 
+    kv_pages = make_pool(*pool)
     spec = kv_pages.spec
     shape, options = (
         (rows * new, heads, spec.head_dim),
@@ -102,51 +109,57 @@ def prepare_cell(
     step, plan = jax.jit(kernels, donate_argnums=0), jax.jit(plans, donate_argnums=0)
     state = jax.block_until_ready(step(state, *arguments))
     lengths = jax.block_until_ready(plan(meta.kv_lens + 0, meta))
-    return (
-        lambda: median_us(step, state, arguments, CALLS, replays=12),
-        lambda: median_us(plan, lengths, (meta,), CALLS, replays=5),
+    return lambda: (
+        median_us(step, state, arguments, CALLS, replays=12),
+        median_us(plan, lengths, (meta,), CALLS, replays=5),
     )
 
 
-def bench(heads: int, kv_heads: int, head_dim: int, page_size: int, cells) -> list[dict]:
-    page_bytes = page_size * kv_heads * 2 * head_dim * 2
-    spec = PageSpec(POOL_BYTES // page_bytes, page_size, kv_heads, head_dim, jnp.dtype("bfloat16"), "mosaic_gpu")
-    fill = jax.jit(lambda: jax.random.normal(jax.random.key(0), spec.data_shape, jnp.bfloat16))
-    kv_pages = KVPages(data=fill(), scales=None, spec=spec)
-    results = []
-    timers = prepare_all(prepare_cell, [(kv_pages, heads, *cell) for cell in cells])
-    for (rows, new, length), (time_call, time_plan) in zip(cells, timers, strict=True):
-        us, plan_us = time_call(), time_plan()
-        cost = attention_cost(spec, num_heads=heads, q_lens=[new] * rows, kv_lens=[length] * rows)
-        peer = PEERS[heads, kv_heads, head_dim].get(page_size, (None,) * len(CELLS))[CELLS.index((rows, new, length))]
-        speed = cost.flops / us / 1e6
-        result: dict[str, Any] = {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "page_size": page_size,
-            "rows": rows,
-            "new_tokens": new,
-            "kv_len": length,
-            "us": round(us, 1),
-            "plan_us": round(plan_us, 1),
-            "tflop_per_s": round(speed, 1),
-            "fa3_tflop_per_s": peer,
-            "times_fa3": None if peer is None else round(speed / peer, 3),
-        }
-        results.append(result)
-        print(
-            f"{heads}/{kv_heads} x {head_dim} p{page_size} {rows} x {new} @ {length}: {us:.1f} us, {speed:.0f} TFLOP/s"
-            f", FA3 {peer}, plan {plan_us:.1f} us",
-            flush=True,
-        )
-    return results
+def cell_result(pool: tuple[str, int, int, int], heads: int, cell: tuple[int, int, int], us: float, plan_us: float):
+    """Times with what they are to be read against."""
+    dtype, page_size, kv_heads, head_dim = pool
+    rows, new, length = cell
+    spec = PageSpec(2, page_size, kv_heads, head_dim, dtype)
+    cost = attention_cost(spec, num_heads=heads, q_lens=[new] * rows, kv_lens=[length] * rows, q_itemsize=2)
+    peers = PEERS[heads, kv_heads, head_dim].get(page_size, (None,) * len(CELLS)) if dtype == "bfloat16" else None
+    peer = None if peers is None else peers[CELLS.index(cell)]
+    speed = cost.flops / us / 1e6
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "pages": dtype,
+        "page_size": page_size,
+        "rows": rows,
+        "new_tokens": new,
+        "kv_len": length,
+        "us": round(us, 1),
+        "plan_us": round(plan_us, 1),
+        "tflop_per_s": round(speed, 1),
+        "fa3_tflop_per_s": peer,
+        "times_fa3": None if peer is None else round(speed / peer, 3),
+    }
+
+
+def make_jobs(page_sizes: list[int], *, quick: bool) -> list[tuple]:
+    """Arguments of `prepare_cell`; neighbours share a pool."""
+    jobs: list[tuple] = []
+    for nth, (heads, kv_heads, head_dim) in enumerate(PEERS):
+        for page_size in page_sizes if nth == 0 else page_sizes[:1]:
+            if not (quick and nth):
+                cells = CELLS[:3:2] if quick else CELLS
+                jobs += [(("bfloat16", page_size, kv_heads, head_dim), heads, *cell) for cell in cells]
+        if nth == 0:
+            for dtype in QUANTIZED_DTYPES:
+                cells = CELLS[2:3] if quick else CELLS
+                jobs += [((dtype, page_sizes[0], kv_heads, head_dim), heads, *cell) for cell in cells]
+    return jobs
 
 
 def _lines(results: list[dict[str, Any]]) -> list[list[Any]]:
     return [
         [
-            f"{r['heads']}/{r['kv_heads']} x {r['head_dim']}",
+            f"{r['heads']}/{r['kv_heads']} x {r['head_dim']}, {r['pages']}",
             f"{r['rows']} x {r['new_tokens']:,} @ {r['kv_len']:,}",
             str(r["page_size"]),
             f"{r['us']:.0f}",
@@ -160,7 +173,7 @@ def _lines(results: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 _COLUMNS = [
-    "Heads x dim",
+    "Heads x dim, pages",
     "Rows x new @ KV tokens",
     "Page",
     "us",
@@ -185,16 +198,19 @@ def main() -> None:
     if arguments.render:
         print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
         return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if jax.default_backend() != "gpu":
         sys.exit("needs a GPU; jax found none")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    page_sizes = [int(size) for size in arguments.page_sizes.split(",")]
-    results = []
-    for nth, heads in enumerate(PEERS):
-        for page_size in page_sizes if nth == 0 else page_sizes[:1]:
-            if not (arguments.quick and nth):
-                results += bench(*heads, page_size, CELLS[:3:2] if arguments.quick else CELLS)
+    jobs = make_jobs([int(size) for size in arguments.page_sizes.split(",")], quick=arguments.quick)
+    found: dict[int, dict[str, Any]] = {}
+    for nth, times in measure_all(prepare_cell, jobs):
+        if isinstance(times, Failure):
+            sys.exit(f"{jobs[nth]}: {times.error}")
+        pool, heads, *cell = jobs[nth]
+        found[nth] = cell_result(pool, heads, tuple(cell), *times)
+        print(found[nth], flush=True)
+    results = [found[nth] for nth in sorted(found)]
     print_table("Prefill over pages, causal", _COLUMNS, _lines(results))
     print_json("bench_prefill", {"prefill": results})
 

@@ -12,9 +12,12 @@ and a last line of JSON.
 import argparse
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,33 +27,15 @@ import numpy as np
 
 from jpaged.pallas_kernels import KVPages, PageSpec, paged_attention
 from jpaged.pallas_kernels.cost import attention_cost
-from jpaged.pallas_kernels.quantization import quantize
 from jpaged.pallas_kernels.reference import paged_attention_reference
-from scripts.bench_kernels import POOL_BYTES, READ_ROOF, make_metadata, make_tables, prepare_all, prepare_cell
+from scripts.bench_kernels import READ_ROOF, make_metadata, make_pool, make_tables, prepare_cell
 from scripts.markdown import measured, table
+from scripts.measuring import Failure, measure_all
 from scripts.report import print_json, print_table
 
 CELLS = ((8, 8192), (32, 4096), (128, 1024), (128, 4096), (256, 1024))
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-
-
-def make_pool(dtype: str, page_size: int) -> KVPages:
-    """A pool of `POOL_BYTES` of normal values."""
-    page_values = page_size * KV_HEADS * 2 * HEAD_DIM
-    num_pages = POOL_BYTES // (page_values * jnp.dtype(dtype).itemsize) // 64 * 64
-    spec = PageSpec(num_pages, page_size, KV_HEADS, HEAD_DIM, dtype, "mosaic_gpu")
-
-    def fill(keys):  # a 64th of the pool at a time: what is quantised is float32 on the way
-        def part(key):
-            x = jax.random.normal(key, (num_pages // 64, page_size, KV_HEADS, 2, HEAD_DIM), jnp.float32)
-            return spec.to_stored(*quantize(x, spec.dtype)) if spec.quantized else spec.to_stored(x.astype(spec.dtype))
-
-        data, scales = jax.lax.map(part, keys)
-        return data.reshape(spec.data_shape), None if scales is None else scales.reshape(spec.scales_shape)
-
-    data, scales = jax.jit(fill)(jax.random.split(jax.random.key(0), 64))
-    return KVPages(data, scales, spec)
 
 
 def largest_error(kv_pages: KVPages) -> float:
@@ -64,6 +49,11 @@ def largest_error(kv_pages: KVPages) -> float:
     out = jax.jit(partial(paged_attention, implementation="mosaic_gpu"))(q, pages, meta)
     expected, _ = paged_attention_reference(q, pages, meta)
     return float(np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32)).max())
+
+
+def prepare(kind: str, pool: tuple[str, int, int, int], *arguments: Any) -> Callable[[], float]:
+    """A job of `measure_all`: "error", or "time" as in `prepare_cell`."""
+    return partial(largest_error, make_pool(*pool)) if kind == "error" else prepare_cell(pool, *arguments)
 
 
 COLUMNS = ["rows x KV tokens, pages", "us", "TB/s", "of read roof", "times bfloat16"]
@@ -91,35 +81,40 @@ def main() -> None:
     if arguments.render:
         print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
         return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
     if jax.default_backend() != "gpu":
         sys.exit("needs a GPU; jax found none")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    times, errors, results = {}, {}, []
-    for dtype in DTYPES:
-        kv_pages = make_pool(dtype, arguments.page_size)
-        errors[dtype] = largest_error(kv_pages)
-        print(f"{dtype}: largest error {errors[dtype]:.2e}", flush=True)
-        timers = prepare_all(prepare_cell, [(kv_pages, HEADS, *cell, "mosaic_gpu", 16, 10) for cell in CELLS])
-        for (rows, length), timer in zip(CELLS, timers, strict=True):
-            us = timer()
-            times[dtype, rows, length] = us
-            cost = attention_cost(
-                kv_pages.spec, num_heads=HEADS, q_lens=[1] * rows, kv_lens=[length] * rows, q_itemsize=2
-            )
-            results.append(
-                {
-                    "pages": dtype,
-                    "page_size": arguments.page_size,
-                    "rows": rows,
-                    "kv_len": length,
-                    "us": round(us, 2),
-                    "tb_per_s": round(cost.bytes_accessed / us / 1e6, 2),
-                    "roofline": round(cost.bytes_accessed / READ_ROOF / (us * 1e-6), 3),
-                    "times_bfloat16": round(times["bfloat16", rows, length] / us, 2),
-                }
-            )
-            print(f"{dtype} {rows} x {length}: {us:.2f} us", flush=True)
-        del kv_pages
+    pools = {dtype: (dtype, arguments.page_size, KV_HEADS, HEAD_DIM) for dtype in DTYPES}
+    jobs: list[tuple] = []
+    for pool in pools.values():
+        jobs += [("error", pool), *(("time", pool, HEADS, *cell, "mosaic_gpu", 16, 10) for cell in CELLS)]
+    times, errors = {}, {}
+    for nth, figure in measure_all(prepare, jobs):
+        kind, (dtype, *_), *what = jobs[nth]
+        if isinstance(figure, Failure):
+            sys.exit(f"{jobs[nth]}: {figure.error}")
+        if kind == "error":
+            errors[dtype] = figure
+            print(f"{dtype}: largest error {figure:.2e}", flush=True)
+        else:
+            times[dtype, *what[1:3]] = figure
+            print(f"{dtype} {what[1]} x {what[2]}: {figure:.2f} us", flush=True)
+    results = []
+    for (dtype, rows, length), us in sorted(times.items(), key=lambda item: DTYPES.index(item[0][0])):
+        spec = PageSpec(2, arguments.page_size, KV_HEADS, HEAD_DIM, dtype)
+        cost = attention_cost(spec, num_heads=HEADS, q_lens=[1] * rows, kv_lens=[length] * rows, q_itemsize=2)
+        results.append(
+            {
+                "pages": dtype,
+                "page_size": arguments.page_size,
+                "rows": rows,
+                "kv_len": length,
+                "us": round(us, 2),
+                "tb_per_s": round(cost.bytes_accessed / us / 1e6, 2),
+                "roofline": round(cost.bytes_accessed / READ_ROOF / (us * 1e-6), 3),
+                "times_bfloat16": round(times["bfloat16", rows, length] / us, 2),
+            }
+        )
     print_table(
         f"Decode, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, pages of {arguments.page_size}",
         COLUMNS,

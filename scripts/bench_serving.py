@@ -5,6 +5,7 @@
     $bench --url http://127.0.0.1:8000 --trace-times --scale 2 --lengths trace:azure-conv.csv --plot azure.png
     $bench --spawn "python -m jpaged.cli serve --port {port}" --concurrency 64 --lengths fixed:128+256
     $bench --host-cost
+    $bench --flood --spawn "python -m jpaged.cli serve --port {port}"
 
 Requests arrive at random (--rate, a Poisson process; --burstiness changes it, 0 is a constant rate), as a trace has it
 (--trace-times), or as soon as one of --concurrency places is free. Several rates or concurrencies are as many runs, and
@@ -12,7 +13,8 @@ curves in the picture. Prompts are random tokens, of exactly the wanted length w
 
 Latencies count from when a request was due, not from when the client got around to sending it. What the client itself
 takes is in the results: where its busiest process has more than 70 % of a core, use more --processes. --host-cost needs
-no server: it measures jpaged's with an engine that computes nothing. The last line is JSON.
+no server: it measures jpaged's with an engine that computes nothing. --flood measures /health while the server is sent
+bodies of 27 MB and 1,280 requests at once. The last line is JSON.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from scripts.report import print_json, print_table
 from scripts.serving.arrivals import random_arrivals, traced_arrivals
 from scripts.serving.cpu_time import CpuMeter
 from scripts.serving.figures import draw_runs
+from scripts.serving.flood import measure_flood
 from scripts.serving.host_cost import measure_host_cost
 from scripts.serving.load import Target, run_load
 from scripts.serving.measures import LATENCIES, read_objective, summarise
@@ -94,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--records", type=Path, metavar="FILE.jsonl", help="keep every request's times")
     parser.add_argument("--device", help="of the server, for the record (default: what it says)")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--flood", action="store_true", help="measure /health in a flood of what takes long to read")
     host = parser.add_argument_group("host cost")
     host.add_argument("--host-cost", action="store_true", help="CPU time a token of everything but the engine")
     host.add_argument("--streams", type=int, default=64, help="default: %(default)s")
@@ -143,6 +147,8 @@ def _load_test(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer=tokenizer,
         )
         headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+        if args.flood:
+            return _flood(args, about, headers, vocab_size)
         target = Target(url=args.url, path=PATHS[args.endpoint], headers=headers, timeout_s=args.timeout_s)
         if args.warmup:
             works = _works(args, lengths, prompts, about["model"], args.warmup, seed=args.seed + 1)
@@ -176,6 +182,22 @@ def _load_test(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "runs": runs,
     }
+
+
+def _flood(args: argparse.Namespace, about: dict[str, Any], headers: dict[str, str], vocab_size: int) -> dict[str, Any]:
+    figures = measure_flood(args.url, about["model"], headers=headers, vocab_size=vocab_size)
+    if not args.json:
+        rows: list[list[object]] = [
+            [
+                name,
+                one["health"]["asked"],
+                *((one["health"]["ms"] or {}).get(p) for p in ("p50", "p99", "max")),
+                one["statuses"],
+            ]
+            for name, one in figures.items()
+        ]
+        print_table("/health meanwhile: milliseconds", ["sent", "asked", "p50", "p99", "max", "statuses"], rows)
+    return {"model": about["model"], "server": about["server"], "flood": figures, "runs": []}
 
 
 def _plans(

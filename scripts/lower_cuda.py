@@ -1,9 +1,10 @@
-"""Lowers paged attention and the KV write for CUDA, on a machine without a GPU: every shape of the shared lists.
+"""Lowers paged attention, the KV write and the residual norm for CUDA, on a machine without a GPU.
 
     python scripts/lower_cuda.py [--only NAME]
 
-Shows what lowering alone can show: that each back end builds its program for a GPU, and how large it is. Prints a table
-and a last line of JSON; exits with 1 if a shape does not lower.
+Attention and writing are lowered for every shape of the shared lists, the residual sum with its norm for every hidden
+size of the known models. Shows what lowering alone can show: that each back end builds its program for a GPU, and how
+large it is. Prints a table and a last line of JSON; exits with 1 if a shape does not lower.
 """
 
 import argparse
@@ -11,32 +12,64 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 
-from jpaged.pallas_kernels import attend_and_write
+from jpaged.model_shapes import MODEL_SHAPES
+from jpaged.pallas_kernels import Rope, add_rms_norm, attend_and_write, attend_and_write_qkv
 from jpaged.pallas_kernels.compat import jax_version
 from tests.arg_specs import ARG_SPECS, ArgSpec, make_inputs
 from tests.kernels.test_decode_gpu import GPU_SPECS, LOWERED, abstract_hopper
 from tests.kernels.test_prefill_gpu import PREFILL_SPECS
 
 # Those whose tiles differ.
+FUSED_LOWERED = ("smollm2_heads_decode", "head_dim_256", "int8")
 PREFILL_LOWERED = ("everything", "head_dim_64", "head_dim_96", "head_dim_256", "group_of_64", "page_of_24")
 
 
-def lower(spec: ArgSpec, implementation: str) -> str:
+def lower(op: Callable[..., Any], *arguments: Any) -> str:
     """The StableHLO of one call, lowered as on a machine with a GPU."""
-    inputs = make_inputs(spec)
-    op = partial(attend_and_write, implementation=implementation, return_lse=True, **inputs.options(spec))
     # The mesh in use says "H200", so implementations and tiles are chosen as they are there.
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
-        traced = jax.jit(op).trace(inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lower_attention(spec: ArgSpec, implementation: str) -> str:
+    inputs = make_inputs(spec)
+    op = partial(attend_and_write, implementation=implementation, return_lse=True, **inputs.options(spec))
+    return lower(op, inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
+
+
+def lower_fused(spec: ArgSpec, implementation: str) -> str:
+    """A fused projection with a rope, in parts."""
+    inputs = make_inputs(spec)
+    angles = jnp.ones((spec.num_tokens, spec.head_dim // 2), jnp.float32)
+    parts = jnp.stack([jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1).astype(jnp.float32)] * 2)
+
+    def op(qkv, kv_pages, meta, rope):
+        options = {"dtype": inputs.q.dtype, "implementation": implementation, **inputs.options(spec)}
+        return attend_and_write_qkv(qkv, kv_pages, meta, rope=rope, **options)
+
+    return lower(op, parts, inputs.pages_before, inputs.meta, Rope(angles, angles))
+
+
+def lower_norm(size: int, implementation: str) -> str:
+    """A row alone, what is added in parts; and many rows."""
+    scale = jnp.ones(size, jnp.bfloat16)
+    texts = []
+    for tokens, parts in ((1, 4), (4096, 1)):
+        x = jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16)
+        delta = x if parts == 1 else jax.ShapeDtypeStruct((parts, tokens, size), jnp.float32)
+        texts.append(lower(partial(add_rms_norm, eps=1e-5, implementation=implementation), x, delta, scale))
+    return "\n".join(texts)
 
 
 def main() -> int:
@@ -44,12 +77,21 @@ def main() -> int:
     parser.add_argument("--only", help="lower the shapes whose name contains this")
     only = parser.parse_args().only
     # The shared list is for all back ends, so XLA lowers it; the kernel has its own, of the shapes that it takes.
-    cases = [(spec.name, spec, "xla") for spec in ARG_SPECS if not spec.slow]
+    cases = [(spec.name, partial(lower_attention, spec, "xla"), "xla") for spec in ARG_SPECS if not spec.slow]
     if jax_version() >= (0, 11):
-        cases += [(spec.name, spec, "mosaic_gpu") for spec in GPU_SPECS if spec.name in LOWERED]
+        name = "mosaic_gpu"
+        own = [spec for spec in GPU_SPECS if spec.name in LOWERED]
+        cases += [(spec.name, partial(lower_attention, spec, name), name) for spec in own]
         cases += [
-            (f"prefill_{spec.name}", spec, "mosaic_gpu") for spec in PREFILL_SPECS if spec.name in PREFILL_LOWERED
+            (f"fused_{spec.name}", partial(lower_fused, spec, name), name) for spec in own if spec.name in FUSED_LOWERED
         ]
+        cases += [
+            (f"prefill_{spec.name}", partial(lower_attention, spec, name), name)
+            for spec in PREFILL_SPECS
+            if spec.name in PREFILL_LOWERED
+        ]
+        hidden = sorted({config.hidden_size for config in MODEL_SHAPES.values()})
+        cases += [(f"add_rms_norm_{size}", partial(lower_norm, size, name), name) for size in hidden]
     names = [name for name, *_ in cases]
     cases = [case for case in cases if only is None or only in case[0]]
     if not cases:
@@ -58,10 +100,10 @@ def main() -> int:
     failures: dict[str, str] = {}
     begin = time.perf_counter()
     print(f"{'shape':<24} {'implementation':<14} {'seconds':>7} {'lines':>7}")
-    for name, spec, implementation in cases:
+    for name, lowering, implementation in cases:
         start = time.perf_counter()
         try:
-            lines = str(len(lower(spec, implementation).splitlines()))
+            lines = str(len(lowering().splitlines()))
         except Exception as error:  # one failing shape must not hide the others
             failures[f"{name}/{implementation}"] = f"{type(error).__name__}: {error}"
             lines = "FAILED"

@@ -2,6 +2,8 @@
 
     python scripts/measure_perplexity.py [--model NAME] [--dtypes float32,int8] [--windows N]
 
+(`measure_agreement.py` does the same for the weights, and looks at answers as well.)
+
 The text is the first four chapters of Lewis Carroll's "Alice's Adventures in Wonderland" (1865, in the public domain),
 `scripts/data/alice.txt`. It is cut into windows of `--tokens` tokens, each scored by itself. Weights and activations
 have one dtype throughout, so that only the pages differ; what a query reads is what the pages hold, in prefill as well.
@@ -29,8 +31,8 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 PAGE_SIZE = 16
 
 
-def score(model: str, dtype: str, windows: int | None, tokens: int) -> list[Score]:
-    """Scores the text's windows with pages of `dtype`."""
+def score(model: str, dtype: str, windows: int | None, tokens: int, *, weights: str | None = None) -> list[Score]:
+    """Scores the text's windows with pages of `dtype`, and weights of a form of `LLM`'s."""
     bucket = min(tokens, 512)
     pages: Any = dtype
     config = EngineConfig(
@@ -38,7 +40,7 @@ def score(model: str, dtype: str, windows: int | None, tokens: int) -> list[Scor
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=bucket, max_model_len=tokens),
         token_buckets=(bucket,),
     )
-    llm = LLM(model, config=config, progress=False)
+    llm = LLM(model, weights=weights, config=config, progress=False)
     if llm.tokenizer is None:
         sys.exit(f"{model} has no tokenizer to read the text with")
     ids = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))

@@ -50,7 +50,7 @@ def refusal(plan: ServingPlan, wishes: Wishes) -> str:
     """What does not fit, and what would."""
     one, chip = plan.chosen, plan.topology.accelerator
     where = f"{plan.topology}" if one.degree > 1 or plan.topology.num_devices == 1 else f"one device of {plan.topology}"
-    what = f"{plan.model} ({plan.dtype}) does not fit on {where}: {one.objection}"
+    what = f"{plan.model} ({_weights(plan)}) does not fit on {where}: {one.objection}"
     kinds = [chip] if chip.name in ACCELERATORS else []
     kinds += [other for other in ACCELERATORS.values() if other.platform != "cpu" and other.name != chip.name]
     found = [topology for kind in kinds if (topology := smallest_topology(plan, kind, wishes)) is not None]
@@ -60,12 +60,17 @@ def refusal(plan: ServingPlan, wishes: Wishes) -> str:
     return f"{what}; it would fit on {', '.join(map(str, found))}{later}"
 
 
+def _weights(plan: ServingPlan) -> str:
+    return f"{plan.dtype}, the layers' in {plan.weights}" if plan.weights else plan.dtype
+
+
 def _sum_lines(plan: ServingPlan, one: Division) -> list[str]:
     chip = plan.topology.accelerator
     device = "a device (half a chip)" if chip.devices_per_chip > 1 else "a device"
     rows, of = [], f" / {one.degree}" if one.degree > 1 else ""
+    option = "--weights" if plan.weights else "--dtype"
     notes: Mapping[str, str] = {
-        "weights": f"{plan.config.num_parameters:,} in {plan.dtype}{of} (--dtype)",
+        "weights": f"{plan.config.num_parameters:,} in {_weights(plan)}{of} ({option})",
         "sampler's state": f"{one.max_num_seqs} sequences (--max-num-seqs)",
         "step's inputs": f"{one.max_num_batched_tokens:,} tokens, page table of {one.page_buckets[-1]:,} pages a row",
         "temporaries": "of the largest step; an estimate",

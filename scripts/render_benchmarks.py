@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts import render_memory, render_tpu
+from scripts.engine import tables
 from scripts.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,16 +98,16 @@ def engine_table(records: list[Record]) -> str:
             [
                 record.device,
                 f"{r['model']}, {r['dtype']}",
-                f"{r['requests']} of {r['tokens_each']} tokens",
-                f"{r['one_by_one_tokens_per_s']:,.1f}",
-                f"{r['together_tokens_per_s']:,.1f}",
-                f"{r['speedup']:.2f}",
-                f"{r['peak_wasted_fraction']:.1%}",
+                f"{t['requests']} of {t['tokens_each']} tokens",
+                f"{t['one_by_one_tokens_per_s']:,.1f}",
+                f"{t['together_tokens_per_s']:,.1f}",
+                f"{t['speedup']:.2f}",
+                f"{t['peak_wasted_fraction']:.1%}",
                 _source(record),
             ]
             for record in records
-            if record.script == "bench_engine"
-            for r in [record.results]
+            if record.script == "bench_engine" and "together" in record.results
+            for r, t in [(record.results, record.results["together"])]
         ),
         num_text=3,
     )
@@ -120,14 +121,14 @@ def step_table(records: list[Record]) -> str:
         (
             [
                 record.device,
-                *(f"{r['ms_per_step'][f'{phase}_s']:.3f}" for phase in phases),
-                f"{r['outside_xla_fraction']:.1%}",
+                *(f"{t['ms_per_step'][f'{phase}_s']:.3f}" for phase in phases),
+                f"{t['outside_xla_fraction']:.1%}",
                 f"{len(r['step_shapes'])}",
                 f"{r['compile_s']:.1f}",
             ]
             for record in records
-            if record.script == "bench_engine"
-            for r in [record.results]
+            if record.script == "bench_engine" and "together" in record.results
+            for r, t in [(record.results, record.results["together"])]
         ),
     )
 
@@ -190,6 +191,7 @@ PARTS: Mapping[str, Callable[[list[Record]], str]] = {
     "memory": memory_table,
     "sources": source_table,
     "colab": colab_badge,
+    **tables.PARTS,
     **render_memory.PARTS,
     **render_tpu.PARTS,
 }
@@ -218,8 +220,8 @@ def rendered(text: str, records: list[Record]) -> str:
 
 def documents(root: Path) -> list[Path]:
     """The files that have rendered parts."""
-    benchmarks = sorted((root / "docs" / "benchmarks").glob("*.md"))
-    return [root / "README.md", *benchmarks, root / "notebooks" / "quickstart.md"]
+    pages = [page for part in ("benchmarks", "architecture") for page in sorted((root / "docs" / part).glob("*.md"))]
+    return [root / "README.md", *pages, root / "notebooks" / "quickstart.md"]
 
 
 def stale_documents(root: Path, *, write: bool) -> list[Path]:

@@ -29,7 +29,6 @@ from jpaged.division import engine_config
 from jpaged.errors import ConfigError, JpagedError, RequestError
 from jpaged.launch_settings import Setting, launch_settings
 from jpaged.model_configs import config_of
-from jpaged.server.config import ServerConfig
 from jpaged.serving_plan import ServingPlan, Wishes, plan_serving
 from scripts.plan_text import SEVERAL_CHIPS, plan_text, refusal
 
@@ -76,6 +75,7 @@ class SizeOptions:
     """Sizes that the plan chooses unless they are given. Fields as in `Wishes`."""
 
     dtype: options.Dtype = None
+    weights: options.Weights = None
     kv_dtype: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +149,8 @@ def serve_tpu(
     warmup: Annotated[
         str, typer.Option(help="eager compiles all steps at the start, lazy when they come.", rich_help_panel=_ENGINE)
     ] = "eager",
+    token_buckets: serve_command.TokenBuckets = None,
+    load_format: serve_command.LoadFormat = "auto",
     engine_process: Annotated[
         bool,
         typer.Option(
@@ -167,27 +169,18 @@ def serve_tpu(
         if plan.dry_run:
             _dry_run(model, plan, sizes.wishes())
             return
-        _refuse_what_only_plans(plan)
-        EngineConfig(scheduler=SchedulerConfig(policy=policy), warmup=warmup)  # type: ignore[arg-type]  # refuses words
-        from jpaged.fetch import fetch
-
         serve_command.require_extra()
         served = server.config(names or [model])
-        path = fetch(model, progress=progress)
-        decided, settings = _decide(model, path, plan, sizes.wishes())
-        os.environ.update({one.name: one.value for one in settings})
-        config = engine_config(
-            decided.chosen,
-            warmup=warmup,
-            policy=policy,
-            dtype=decided.kv_dtype,
-            num_pages=_num_pages(decided, sizes),
+        others = EngineChoices(
             prefix_cache=prefix_cache,
             host_pages=host_pages,
+            policy=policy,
+            warmup=warmup,
+            token_buckets=token_buckets,
+            load_format=load_format,
         )
-        _say(plan_text(decided, settings))
-        recipe = {"model": f"{path}", "dtype": decided.dtype, "config": config, "progress": progress}
-        _serve(served, recipe, own_process=engine_process)
+        recipe = make_recipe(model, plan, sizes, others, progress=progress)
+        serve_command.start(served, recipe, load_format=load_format, own_process=engine_process)
     except KeyboardInterrupt:
         print("serve_tpu: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -196,13 +189,45 @@ def serve_tpu(
         raise typer.Exit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
 
 
-def _serve(served: ServerConfig, recipe: dict[str, Any], *, own_process: bool) -> None:
-    from jpaged.server.log import set_up_logging
-    from jpaged.tokenizer import Tokenizer
+@dataclass(frozen=True, kw_only=True)
+class EngineChoices:
+    """What the plan does not decide. Fields as the options."""
 
-    tokenizer = Tokenizer.load(Path(recipe["model"]))
-    set_up_logging(served.log_level)
-    serve_command.run(serve_command.serve_engine(served, recipe, tokenizer, own_process=own_process))
+    prefix_cache: bool = True
+    host_pages: int = 0
+    policy: str = "fcfs"
+    warmup: str = "eager"
+    token_buckets: str | None = None
+    load_format: str = "auto"
+
+
+def make_recipe(
+    model: str, plan: PlanOptions, sizes: SizeOptions, others: EngineChoices, *, progress: bool | None
+) -> dict[str, Any]:
+    """Decides by what is here, says so, sets the environment, and gives the options of the engine's maker.
+
+    Raises:
+      ConfigError: the model does not fit, or an option cannot be meant.
+      FetchError: there is no such model.
+    """
+    _refuse_what_only_plans(plan)
+    EngineConfig(scheduler=SchedulerConfig(policy=others.policy), warmup=others.warmup)  # type: ignore[arg-type]  # refuses words
+    path = serve_command.find_model(model, others.load_format, progress)
+    decided, settings = _decide(model, path, plan, sizes.wishes())
+    os.environ.update({one.name: one.value for one in settings})
+    config = engine_config(
+        decided.chosen,
+        warmup=others.warmup,
+        policy=others.policy,
+        dtype=decided.kv_dtype,
+        num_pages=_num_pages(decided, sizes),
+        prefix_cache=others.prefix_cache,
+        host_pages=others.host_pages,
+    )
+    config = serve_command.with_token_buckets(config, others.token_buckets)
+    _say(plan_text(decided, settings))
+    loading = {"dtype": decided.dtype, "weights": decided.weights, "progress": progress}
+    return {"model": path, "config": config, **loading}
 
 
 def _dry_run(model: str, asked: PlanOptions, wishes: Wishes) -> None:
@@ -227,7 +252,7 @@ def _refuse_what_only_plans(asked: PlanOptions) -> None:
             raise ConfigError(f"--{name} goes with --dry-run; a server runs on what is here")
 
 
-def _decide(model: str, path: Path, asked: PlanOptions, wishes: Wishes) -> tuple[ServingPlan, list[Setting]]:
+def _decide(model: str, path: str, asked: PlanOptions, wishes: Wishes) -> tuple[ServingPlan, list[Setting]]:
     """The plan for the device that is here.
 
     Raises:

@@ -22,7 +22,6 @@ import http.client
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -40,7 +39,7 @@ import numpy as np
 from scripts.report import print_json, print_table
 from scripts.serving.cpu_time import name_of, process_tree
 from scripts.serving.http_client import HttpClient
-from scripts.serving.server_process import ServerProcess, spawned
+from scripts.serving.server_process import ServerProcess, free_port, spawned
 from scripts.serving.soak_case import ADMIN_KEY, API_KEYS, MAX_BODY_BYTES, MAX_LEN, MODEL, Case, random_case
 from scripts.serving.soak_client import FaultError, serve_case
 from scripts.soak import growth, resident_bytes
@@ -48,7 +47,9 @@ from scripts.soak import growth, resident_bytes
 STUCK_S = 120.0
 NUM_PAGES = 56
 _ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-_MAX_GROWTH = 0.005  # of a process's memory, a thousand requests: of the server's, 400 bytes a request
+# Of a process's memory, a thousand requests, over the second half. Whatever a request leaves by mistake (its tokens,
+# sequence, stream) is more than a KiB; what is given back to the system after the start is taken again bit by bit.
+_MAX_GROWTH_KIB = 512
 _DRAINED = 4
 
 
@@ -80,7 +81,6 @@ class Soak:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
-    num_refused_grammars: int = 0
 
     async def serve(self, number: int, case: Case) -> None:
         """One request to its end, whatever that is."""
@@ -94,8 +94,6 @@ class Soak:
             self.faults.append(f"request {number}: {_said(error)}: {case}")
         if outcome == "stuck":
             self.faults.append(f"request {number}: stuck: {case}")
-        is_grammar = isinstance(case.body, dict) and "structured_outputs" in case.body
-        self.num_refused_grammars += outcome == "refused" and is_grammar
         self.outcomes[outcome] += 1
 
     async def disturb(self) -> None:
@@ -213,8 +211,8 @@ async def soak(options: argparse.Namespace, server: ServerProcess) -> dict[str, 
         "leaked_pages": stats["num_pages"] - 1 - stats["pages_free"] - stats["pages_cached"],
         "live_at_the_end": len(state["requests"]) + stats["num_running"] + stats["num_waiting"],
         "engine_restarts": _metric(metrics, "jpaged:engine_restarts_total"),
-        # A grammar that is none is found by the engine, which counts its request as failed.
-        "failed_requests": _metric(metrics, "jpaged:corrupted_requests_total") - structured * run.num_refused_grammars,
+        "failed_requests": _metric(metrics, "jpaged:corrupted_requests_total"),
+        "refused_forms": _metric(metrics, "jpaged:refused_requests_total"),
         "stuck": run.outcomes["stuck"],
         "drained_in_order": drained,
         "faults": len(run.faults),
@@ -273,11 +271,6 @@ def _with_end(folder: Path) -> Path:
     return folder
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
@@ -290,7 +283,7 @@ def main() -> int:
     from tests.server.tiny_model import write_model
 
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), _free_port()
+        folder, port = Path(name), free_port()
         model = _with_end(write_model(folder / "model"))
         # A case may be two requests of three answers: the limit is met now and then, unless all must be answered.
         limit = 6 * options.concurrency if options.equality else options.concurrency * 3 // 2
@@ -300,8 +293,8 @@ def main() -> int:
     print_table("soak over HTTP", ["what", "figure"], [[name, value] for name, value in results.items()])
     print_json("soak_serving", results)
     bad = ("leaked_pages", "live_at_the_end", "engine_restarts", "failed_requests", "stuck", "faults", "log_faults")
-    growths, held = results["growth_kib_per_1000_requests"], results["resident_mib"]
-    grown = options.requests >= 5000 and any(growths[name] > _MAX_GROWTH * 1024 * held[name][-1] for name in growths)
+    growths = results["growth_kib_per_1000_requests"].values()
+    grown = options.requests >= 5000 and max(growths) > _MAX_GROWTH_KIB
     return 1 if grown or not results["drained_in_order"] or any(results[name] for name in bad) else 0
 
 

@@ -1,7 +1,13 @@
 """An engine without jax whose tokens can be computed in the head, for tests of what stands above the engine."""
 
+import ctypes
+import gc
+import logging
 import os
+import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -154,6 +160,7 @@ class FakeEngine:
                 num_output_tokens=len(tokens),
                 num_preemptions=0,
                 age_s=0.0,
+                num_pages=2,
                 pages=((1, 2),),
             )
             for name, (prompt, _, _, tokens) in self.live.items()
@@ -166,23 +173,41 @@ def make(*, step_s: float = 0.0, fails: str = "") -> FakeEngine:
 
     Args:
       step_s: seconds a step takes.
-      fails: "start": it cannot be made; "step": a step raises while a request has the prompt [66]; "crash": the process
-        dies then, "hang": it does not come back, "" else.
+      fails: "start": it cannot be made; "load": that does not end; "step": a step raises while a request has the prompt
+        [66]; "restart": likewise, and the restart does not end; "crash": the process dies then, "hang": it does not
+        come back, "" else.
     """
     if fails == "start":
         raise RequestError("no such model")
+    if fails == "load":
+        hang()
 
     def on_step(engine: FakeEngine) -> None:
         if not any(prompt == [66] for prompt, *_ in engine.live.values()):
             return
-        if fails == "step":
+        if fails in ("step", "restart"):
             raise OSError("device lost")
         if fails == "crash":
             os._exit(9)
         if fails == "hang":
-            time.sleep(600)
+            hang()
 
-    return FakeEngine(step_s=step_s, on_step=on_step)
+    engine = FakeEngine(step_s=step_s, on_step=on_step)
+    if fails == "restart":
+        engine.restart = hang
+    return engine
+
+
+def hang(engine: FakeEngine | None = None) -> None:
+    """Does not come back."""
+    time.sleep(600)
+
+
+def warn(engine: FakeEngine) -> None:
+    """Writes into the log of its process."""
+    logging.getLogger("jpaged.test").info("not shown at this level")
+    logging.getLogger("jpaged.test").warning("shown")
+    warnings.warn("from a library", stacklevel=1)
 
 
 def process_id(engine: FakeEngine) -> int:
@@ -200,3 +225,27 @@ def modules(engine: FakeEngine) -> list[str]:
     import sys
 
     return sorted(name for name in ("jax", "flax", "numpy") if name in sys.modules)
+
+
+def count_frozen_and_arenas(engine: FakeEngine) -> tuple[int, int]:
+    """Objects that no garbage collection looks at, and malloc's arenas once eight threads have used it."""
+    together = threading.Barrier(8)
+
+    def use() -> None:
+        together.wait(60)
+        kept = [bytes(4096) for _ in range(100)]
+        together.wait(60)
+        del kept
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile() as file:
+        stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        return gc.get_freeze_count(), file.read().count(b"<heap nr=")

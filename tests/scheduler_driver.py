@@ -172,7 +172,8 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> Results:
         self.move(plan)
         rows, written = list(plan.rows), set()
-        for row in rows:
+        for row, from_device in zip(rows, plan.from_device.tolist(), strict=True):
+            self.check_last_token(row, from_device)
             for position in range(row.start, row.kv_len):
                 slot = self.slot(row.seq, position)
                 assert slot[0] != 0, "a token is written to the null page"
@@ -223,6 +224,16 @@ class FakeDevice:
         assert seq.state_index is not None
         return self.last_token[seq.state_index]
 
+    def check_last_token(self, row: PlannedRow, from_device: bool) -> None:
+        """A row's last token is what the device sampled last for the sequence, or the host knows it."""
+        seq, last = row.seq, row.kv_len - 1
+        if from_device:
+            assert row.num_tokens > 0
+            assert seq.state_index is not None
+            assert last >= len(seq.tokens) or seq.tokens[last] == self.last_token[seq.state_index]
+        else:
+            assert last < len(seq.tokens)
+
     def value_of(self, row: PlannedRow, source: PlannedRow) -> int:
         first = 0 if self.window is None else max(source.kv_len - self.window, 0)
         seen = (self.pool.get(self.slot(source.seq, position)) for position in range(first, source.kv_len))
@@ -252,7 +263,7 @@ class Driver:
 
     def collect(self) -> list[int | None]:
         plan, results = self.in_flight.popleft()
-        return self.scheduler.update(plan, results.tokens, results.candidates)
+        return self.scheduler.update(plan, results.tokens, results.candidates).tokens
 
     def step(self, depth: int = 0) -> StepPlan | None:
         """One plan; results are read once more than `depth` steps are in flight."""

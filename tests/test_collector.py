@@ -1,6 +1,7 @@
 """The results of steps become outputs: of each request its own, once, whatever happens to the others."""
 
 import math
+import time
 from collections import deque
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jpaged.collector import Collector
 from jpaged.config import SchedulerConfig
 from jpaged.gguf_vocab import gguf_vocabulary
+from jpaged.incremental_decoder import IncrementalDecoder
 from jpaged.memory_manager import MemoryManager
 from jpaged.request import Output, Request, SamplingParams
 from jpaged.scheduler import Scheduler
@@ -107,6 +109,41 @@ def test_streams_advance_once_a_step_whatever_their_number_of_answers():
     assert texts == [[text] * 3 for text in ("a", "ab", "abc", "abcd")]
     assert [output.finished for output in seen if output.request_id == "many"] == [False, False, False, True]
     assert steps.collector.num_generated_tokens == 16
+
+
+def test_text_is_made_when_it_is_shown(monkeypatch):
+    steps, made = Steps(), []
+    decode = IncrementalDecoder.add_all
+    monkeypatch.setattr(IncrementalDecoder, "add_all", lambda *args: made.append(len(args[1])) or decode(*args))
+    steps.add("at the end", max_tokens=5)
+    for count in range(1, 5):
+        assert steps.step() == []
+        assert (made, steps.collector.num_generated_tokens) == ([], count)
+    (output,) = steps.step()
+    assert (output.text, made) == ("abcde", [5])
+    steps.add("streams", stream=True, max_tokens=2)
+    steps.add("may stop", stop="x", max_tokens=2)
+    outputs = steps.step() + steps.step()
+    assert [(output.request_id, output.text) for output in outputs] == [
+        ("streams", "a"),
+        ("streams", "ab"),
+        ("may stop", "ab"),
+    ]
+    assert made == [5, *[1] * 4]
+
+
+def test_times_are_those_of_the_steps_that_brought_tokens(monkeypatch):
+    steps, now = Steps(), iter(range(1, 100))
+    monkeypatch.setattr(time, "monotonic_ns", lambda: next(now) * 10**9)
+    steps.add("one", max_tokens=3)
+    steps.add("many", n=2, max_tokens=4, temperature=1.0)
+    outputs = {output.request_id: output.timing for output in steps.drain()}
+    assert {name: (timing.first_token_s, timing.last_token_s) for name, timing in outputs.items()} == {
+        "one": (1, 3),
+        "many": (1, 4),
+    }
+    gaps = steps.collector.metrics.histograms()["inter_token_latency_seconds"]
+    assert (gaps.count, gaps.sum) == (5, 5.0)  # a second each, of a request, however many answers it has
 
 
 def test_an_answer_that_ends_early_leaves_the_others_running():

@@ -9,12 +9,13 @@ from jpaged.compilation_cache import enable_compilation_cache
 from jpaged.config import CacheConfig, EngineConfig
 
 DIR, ENABLED = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+SECONDS = "jax_persistent_cache_min_compile_time_secs"
 
 
 @pytest.fixture
 def settings(monkeypatch, tmp_path):
     """Sets jax's options for one test and gives a function that reads the folder. `JPAGED_CACHE` is in `tmp_path`."""
-    before = {name: getattr(jax.config, name) for name in (DIR, ENABLED)}
+    before = {name: getattr(jax.config, name) for name in (DIR, ENABLED, SECONDS)}
     monkeypatch.setenv("JPAGED_CACHE", str(tmp_path / "jpaged"))
 
     def set_to(folder: Path | None, enabled: bool = True):
@@ -58,6 +59,15 @@ def test_the_engine_asks_for_it_as_it_was_told(settings, wanted, tmp_path):
     config = EngineConfig(cache=CacheConfig(page_size=8, num_pages=5), compilation_cache=wanted)
     Engine(tiny_llama(num_hidden_layers=1), config)
     assert folder() == (str(tmp_path / "jpaged" / "jax") if wanted else None)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (2.5, 2.5)])
+@pytest.mark.parametrize("mine", [False, True])
+def test_quick_programs_are_kept_too_unless_the_program_said_otherwise(settings, tmp_path, before, after, mine):
+    jax.config.update(SECONDS, before)
+    settings(tmp_path / "mine" if mine else None)
+    enable_compilation_cache()
+    assert getattr(jax.config, SECONDS) == (before if mine else after)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_told(settings, tmp_path, caplog):

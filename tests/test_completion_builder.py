@@ -68,6 +68,37 @@ def test_visible_text_only_grows_and_ends_at_the_first_stop(text, stops, include
     assert seq.stop_reason == reason
 
 
+@given(
+    text=st.text(alphabet="abé€", max_size=12),
+    cuts=st.sets(st.integers(0, 36)),
+    include=st.booleans(),
+    reason=st.sampled_from(["stop", "length", "abort"]),
+)
+def test_text_made_at_the_end_is_text_made_token_by_token(text, cuts, include, reason):
+    """Whoever looks in between, by deltas or whole."""
+    options = {"include_stop_str_in_output": include, "skip_special_tokens": False}
+    token_ids = [*TOKENIZER.encode(text), TOKENIZER.vocab_size + 5, EOS]
+    fed, fed_seq = make_builder(**options)
+    lazy, seq = make_builder(**options)
+    streamed, deltas = make_builder(**options), []
+    for at, token in enumerate(token_ids):
+        last = at == len(token_ids) - 1
+        for sequence in (fed_seq, seq, streamed[1]):
+            sequence.append(token)
+            sequence.finish_reason = reason if last else None
+        fed.add_token(token, None, ends=last and reason == "stop")
+        if at in cuts:
+            assert lazy.completion(0) == fed.completion(0)
+            deltas.append(streamed[0].delta(0))
+    for builder in (fed, lazy, streamed[0]):
+        builder.finish()
+    deltas.append(streamed[0].delta(0))
+    assert lazy.completion(0) == fed.completion(0)
+    given = [delta for delta in deltas if delta is not None]
+    assert "".join(delta.text for delta in given) == fed.completion(0).text
+    assert [token for delta in given for token in delta.token_ids] == token_ids
+
+
 def test_a_tail_that_could_become_a_stop_string_is_held_back():
     _, _, seen, stop = build("xENDy", stop=["ENDz"])
     assert seen == ["x", "x", "x", "x", "xENDy", "xENDy"]

@@ -7,7 +7,8 @@ import pytest
 
 from jpaged import constraints, grammar_compiler
 from jpaged.constraints import Constraints
-from jpaged.structured import StructuredOutput
+from jpaged.grammar_compiler import Compilation
+from jpaged.structured import FORM_FAILED, FORM_TOO_COMPLEX, StructuredOutput
 from tests.constraints_driver import END, Run, byte
 
 
@@ -78,8 +79,19 @@ def test_a_token_that_was_not_allowed_ends_that_sequence_alone():
     wrong, right = (run.add(name, structured=StructuredOutput(regex="ab")) for name in "xy")
     run.step(byte("b"), byte("a"))
     assert run.step(-1, byte("b")) == [[], [byte("b")]]
-    assert wrong.error.startswith("the grammar failed: ")
+    assert wrong.error.startswith(FORM_FAILED)
     assert right.error is None
+
+
+def test_a_form_that_takes_too_much_is_the_fault_of_who_asked(monkeypatch):
+    from llguidance import LLParserLimits
+
+    monkeypatch.setattr("jpaged.grammar._limits", lambda: LLParserLimits(step_max_items=4, verbose_errors=False))
+    run = Run()
+    group = run.add(structured=StructuredOutput(grammar="start: (A|B)*\nA: /(a|b)*a(a|b){9}/\nB: /[ab]c/"))
+    run.step(byte("a"))
+    run.settle()
+    assert group.error.startswith(FORM_TOO_COMPLEX)
 
 
 def test_a_failure_on_the_thread_ends_these_sequences_alone(monkeypatch):
@@ -91,7 +103,7 @@ def test_a_failure_on_the_thread_ends_these_sequences_alone(monkeypatch):
         run.settle()
     other = run.add("other", structured=StructuredOutput(regex="ab"))
     assert run.step(-1, byte("a")) == [[], [byte("a")]]
-    assert group.error == "the grammar failed (ZeroDivisionError('integer division or modulo by zero'))"
+    assert group.error == f"{FORM_FAILED} (ZeroDivisionError('integer division or modulo by zero'))"
     assert run.step(byte("b")) == [[byte("b")]]
     assert other.error is None
 
@@ -129,6 +141,21 @@ def test_refusals_reach_their_requests(monkeypatch):
     assert late.is_finished
     assert run.refused[-1] == "structured.regex was still being compiled after -1 s: make it simpler"
     go.append(True)
+
+
+def test_who_has_left_or_was_lost_wants_no_grammar(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "jpaged.grammar_compiler.GrammarCompiler.submit",
+        lambda self, structured, wanted: asked.append(wanted) or Compilation(structured),
+    )
+    run = Run()
+    for name in "abc":
+        run.add(name, structured=StructuredOutput(regex=name))
+    run.scheduler.abort("a")
+    assert [wanted() for wanted in asked] == [False, True, True]
+    run.constraints = Constraints(None, 300, [END])  # as an engine does that restarts
+    assert not any(wanted() for wanted in asked)
 
 
 def test_an_aborted_request_is_forgotten():

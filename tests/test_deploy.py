@@ -233,12 +233,14 @@ def exported() -> dict[str, set[str]]:
         finished={"stop": 1},
         num_prompt_tokens=1,
         num_cached_prompt_tokens=0,
+        num_refused=0,
         num_restarts=0,
         is_paused=False,
     )
     server = ServerMetrics()
     server.responses["/v1/completions", 200] = 1
-    options = {"model": "m", "rejections": Counter(), "num_at_door": 0, "vllm_names": False}
+    now = {"up": True, "report_age_s": 0.0}
+    options = {"model": "m", "rejections": Counter(), "num_at_door": 0, "vllm_names": False, **now}
     text = render_metrics(None, report, server, **options).decode()
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine_loop import EngineLoop, failure_of
+from jpaged.engine_loop import Deadline, EngineLoop, failure_of
 from jpaged.engine_messages import (
     Abort,
     Add,
@@ -173,17 +173,27 @@ def test_refusals_keep_their_kind():
     assert "thirteen" not in internal.message
 
 
-def test_the_watchdog_can_see_how_long_a_turn_takes():
-    seen = []
-    loop: list[EngineLoop] = []
-    engine = FakeEngine(on_step=lambda engine: seen.append(loop[0].busy_since))
-    queue: SimpleQueue[Command] = SimpleQueue()
-    for command in (add(0, [1], 2, stream=False), Ask(1, "call", (lambda engine: queue.put(Close()),))):
-        queue.put(command)
-    loop.append(EngineLoop(engine, queue, lambda events: None))
-    loop[0].run()
-    assert all(moment is not None for moment in seen)
-    assert loop[0].busy_since is None
+def test_a_watchdog_sees_steps_commands_and_restarts():
+    deadline, seen, queue = Deadline(0.0), [], SimpleQueue[Command]()
+
+    class Slow(FakeEngine):
+        def restart(self) -> None:
+            seen.append(deadline.missed)
+            super().restart()
+
+    def on_step(engine: FakeEngine) -> None:
+        seen.append(deadline.missed)
+        raise OSError
+
+    def emit(events) -> None:
+        if isinstance(events[0], Ready):
+            queue.put(Ask(1, "call", (lambda engine: seen.append(deadline.missed),)))
+            queue.put(Close() if len(seen) > 1 else add(0, [1], 2, stream=False))
+
+    queue.put(Resync())
+    EngineLoop(Slow(on_step=on_step), queue, emit, deadline=deadline).run()
+    assert seen == [f"a {what} did not end within 0 s" for what in ("command", "step", "restart")]
+    assert deadline.missed is None  # to wait for commands takes as long as it takes
 
 
 def test_failures_are_one_short_line():

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from jpaged.errors import EngineFailedError, JpagedError, RequestError
 from jpaged.request import SamplingParams
 from jpaged.restarts import RestartPolicy
 from tests.client_driver import read, run, text_of, tokens_of, until
-from tests.fake_engine import modules, process_id, unpicklable
+from tests.fake_engine import count_frozen_and_arenas, hang, modules, process_id, unpicklable, warn
 
 FEW = SamplingParams(max_tokens=2)
 LONG = SamplingParams(max_tokens=900)
@@ -154,19 +156,71 @@ def test_a_process_that_cannot_be_started_is_tried_again_ever_later_and_then_fin
     assert waits == [0.01, 0.02, 0.04]
 
 
-def test_a_step_that_hangs_counts_as_a_crash():
+@pytest.mark.parametrize(
+    ("fails", "ask", "what"),
+    [
+        ("hang", lambda client: client.generate([66], FEW), "step"),
+        ("restart", lambda client: client.generate([66], FEW), "restart"),
+        ("", lambda client: client.call(hang), "command"),
+    ],
+)
+def test_what_does_not_end_counts_as_a_crash(fails, ask, what):
     async def main():
-        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"})
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": fails})
         port = EngineProcess(recipe, hang_s=0.1, retry_s=0.01)
         async with AsyncEngine(port) as client:
             first = port.process_id
-            with pytest.raises(EngineFailedError, match=r"a step did not end within 0\.1 s"):
-                await client.generate([66], FEW)
-            await until(lambda: client.alive)
-            assert port.process_id != first
+            with pytest.raises(
+                EngineFailedError, match="device lost" if what == "restart" else f"a {what} did not end"
+            ):
+                await ask(client)
+            await until(lambda: port.process_id not in (None, first) and client.alive)
             assert (await client.generate([3], FEW)).token_ids == (3, 4)
 
     run(main())
+
+
+def test_an_engine_whose_making_does_not_end_is_given_up():
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "load"})
+        client = AsyncEngine(EngineProcess(recipe, load_s=0.1))
+        with pytest.raises(EngineFailedError, match=r"making the engine did not end within 0\.1 s"):
+            await client.start()
+        await client.close()
+
+    run(main())
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc")
+def test_it_keeps_no_memory_that_it_does_not_use(monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+
+    async def main():
+        async with AsyncEngine(process()) as client:
+            num_frozen, num_arenas = await client.call(count_frozen_and_arenas)
+            assert num_frozen > 10_000
+            assert num_arenas == 1
+
+    run(main())
+
+
+def test_its_log_is_set_up_as_it_is_told(capfd):
+    async def main():
+        recipe = EngineRecipe(
+            maker="tests.fake_engine:make",
+            prepare="jpaged.server.log:set_up_logging",
+            prepare_options={"level": "warning"},
+        )
+        async with AsyncEngine(EngineProcess(recipe)) as client:
+            await client.call(warn)
+
+    run(main())
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["level"], line["logger"]) for line in lines] == [
+        ("warning", "jpaged.test"),
+        ("warning", "py.warnings"),
+    ]
+    assert "from a library" in lines[1]["message"]
 
 
 def test_a_process_that_hangs_is_killed_at_the_end():

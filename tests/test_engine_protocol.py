@@ -244,7 +244,7 @@ def test_an_interrupt_ends_all_requests_and_frees_their_pages(engine, expected, 
 def test_an_interrupt_that_tears_a_step_stops_the_engine(model, monkeypatch):
     engine = make_engine(model)
 
-    def torn(kv_pages, state, packed, shape):
+    def torn(kv_pages, state, packed, needs):
         for leaf in jax.tree.leaves(kv_pages):
             leaf.delete()  # donated, and the new ones never came back
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import jax
 import pytest
@@ -156,7 +157,8 @@ def test_a_fault_of_one_request_ends_that_one_alone(engine, served, monkeypatch,
     async def main():
         async with served() as client:
             expected = (await client.generate(PROMPTS[0], GREEDY)).token_ids
-            bad = await client.stream(PROMPTS[1], LONG, request_id="bad")
+            by_token = replace(LONG, stop=("never",))  # its text is made token by token
+            bad = await client.stream(PROMPTS[1], by_token, request_id="bad")
             other = await client.stream(PROMPTS[0], GREEDY)
 
             def break_it(engine):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jpaged import engine_view
 from jpaged.engine import Engine
 from jpaged.request import SamplingParams
 from tests.engine_driver import GREEDY, PAGE, make_engine
@@ -23,7 +24,7 @@ def states(engine: Engine) -> list[int]:
     return counts
 
 
-def test_the_life_of_two_requests(engine):
+def test_the_life_of_two_requests(engine, monkeypatch):
     engine.reset_prefix_cache()
     assert states(engine) == [63, 0, 0, 0, 1]
     engine.add([1] * 40, GREEDY, request_id="long", arrival_s=1.0)
@@ -37,12 +38,18 @@ def test_the_life_of_two_requests(engine):
     assert (first.status, first.num_prompt_tokens, first.num_computed_tokens) == ("prefill", 40, 32)
     assert first.age_s > 0
     seen = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_view, "MAX_PAGE_IDS", 4)
+        assert [(r.num_pages, len(r.pages)) for r in engine.picture().requests] == [(first.num_pages, 1), (0, 1)]
+        patch.setattr(engine_view, "MAX_PAGE_IDS", 3)  # one less than it holds
+        assert [(r.num_pages, len(r.pages)) for r in engine.picture().requests] == [(first.num_pages, 0), (0, 0)]
     while engine.has_work:
         engine.step()
         states(engine)
         requests = {request.request_id: request for request in engine.picture().requests}
         if "two" in requests and len(requests["two"].pages) == 2:
             a, b = requests["two"].pages
+            assert requests["two"].num_pages == len({*a, *b})
             assert a[:2] == b[:2]  # 16 tokens of the prompt in full pages
             assert [engine.picture().states[page] for page in a[:2]] == [2, 2]
             seen.add("shared")

@@ -1,4 +1,4 @@
-"""What is loaded, and what the steps count, is together all that a sequence holds, whatever part of it was cached."""
+"""What is loaded, and what the steps count, is together all that a sequence holds, however it came to run."""
 
 from collections import Counter, deque
 from dataclasses import replace
@@ -57,18 +57,13 @@ class Counting:
 
     def run(self, row) -> None:
         seq = row.seq
-        if not seq.request.params.uses_penalties:
+        if not seq.request.params.uses_penalties or not row.samples:
             return
         output, prompt = self.counts[seq.state_index]
-        for position in range(row.start, row.kv_len):
-            if position < seq.num_prompt_tokens:
-                prompt.add(seq.tokens[position])
-            else:
-                output[token_at(seq, position)] += 1
-        if row.samples:
-            assert prompt == set(seq.request.prompt_token_ids)
-            assert output == Counter(token_at(seq, at) for at in range(seq.num_prompt_tokens, row.kv_len))
-            self.num_checked += 1
+        assert prompt == set(seq.request.prompt_token_ids)
+        assert output == Counter(token_at(seq, at) for at in range(seq.num_prompt_tokens, row.kv_len))
+        output[token_at(seq, row.kv_len)] += 1  # what it samples, a step counts
+        self.num_checked += 1
 
     def drain(self, depth: int) -> None:
         while self.scheduler.has_work:
@@ -81,7 +76,7 @@ def token_at(seq: Sequence, position: int) -> int:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_tokens_that_were_found_in_the_cache_are_counted(depth):
+def test_tokens_that_were_found_in_the_cache_count(depth):
     counting = Counting()
     counting.add("first")
     counting.drain(depth)
@@ -139,7 +134,7 @@ def test_the_entry_is_the_one_of_the_parameters():
     plan = counting.scheduler.plan()
     ((index, entry),) = counting.loader.due(plan)
     assert index == group.seqs[0].state_index
-    for got, expected in zip(entry, entry_for(group.request.params, (EOS,), VOCAB), strict=True):
+    for got, expected in zip(entry, entry_for(group.request.params, (EOS,), VOCAB, prompt=PROMPT), strict=True):
         np.testing.assert_array_equal(got, expected)
     assert list(counting.loader.due(replace(plan, admitted=()))) == []
 
@@ -149,7 +144,7 @@ def test_who_has_no_row_yet_waits_for_it_and_is_forgotten_at_its_end(ending, exp
     counting = Counting()
     seq = counting.add("a", **PENALTY).seqs[0]
     with_row = replace(counting.scheduler.plan(), admitted=())
-    without_row = StepPlan([], [], [], [], [], num_decode=0, num_tokens=0, admitted=(seq,))
+    without_row = StepPlan.of_rows([], admitted=(seq,))
     assert list(counting.loader.due(without_row)) == []
     if ending == "clear":
         counting.loader.clear()

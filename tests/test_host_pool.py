@@ -35,7 +35,7 @@ def test_swapping_keeps_sharing():
     assert set(memory.take_transfers().swapped_in) == set(zip(hosts, first.pages, strict=True))
     memory.check_invariants([first, second, other])
     memory.start_plan()
-    first.tokens.append(50)
+    first.append(50)
     compute(memory, first)
     assert memory.take_transfers().copies == ((second.pages[-1], first.pages[-1]),)
 

@@ -150,8 +150,10 @@ def test_score_of_nothing_but_its_definition():
 
 
 def test_a_model_object_has_its_own_dtype_and_needs_no_tokenizer(model):
-    with pytest.raises(ConfigError, match="dtype"):
+    with pytest.raises(ConfigError, match="dtype is for models that are loaded"):
         LLM(model, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="weights is for models that are loaded"):
+        LLM(model, weights="int8")
     llm = LLM(model, **SIZES)
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.generate("text")

@@ -127,7 +127,8 @@ def test_a_chain_that_lost_its_pages_is_healed_by_whoever_still_has_them():
     first = run(memory, range(9))
     second = run(memory, range(9), prompt_logprobs=0)  # with pages of its own
     assert set(first.pages).isdisjoint(second.pages)
-    second.tokens += range(9, 13)
+    for token in range(9, 13):
+        second.append(token)
     own = list(second.pages)
     compute(memory, second)
     memory.take_transfers()
@@ -171,7 +172,7 @@ def test_k_holders_of_a_page_make_k_minus_1_copies(holders, length):
     assert memory.allocator.num_used == len(shared)
     memory.start_plan()
     for index, seq in enumerate(seqs):
-        seq.tokens.append(50 + index)
+        seq.append(50 + index)
         compute(memory, seq)
     copies = memory.take_transfers().copies
     partly = length % SIZE > 0
@@ -277,11 +278,10 @@ def test_tokens_in_flight_are_not_entered():
     seq = run(memory, range(7))
     memory.start_plan()
     for _ in range(3):
-        seq.num_pending += 1
+        seq.num_tokens += 1
         compute(memory, seq)
     assert len(seq.chain) == 2  # the eighth token is computed, and not known
     seq.tokens.append(7)
-    seq.num_pending -= 1
     memory.take_transfers()
     end(memory, seq)
     assert found(memory, range(12)).num_tokens == 8
@@ -295,7 +295,7 @@ def test_pages_left_of_the_window_are_given_back_and_null_pages_stand_in_their_p
     seq = run(memory, range(12))
     pages, version = list(seq.pages), seq.pages_version
     assert len(pages) == 3
-    seq.tokens.append(12)
+    seq.append(12)
     memory.start_plan()
     compute(memory, seq)
     assert seq.pages[:3] == [0, 0, pages[2]]  # token 12 sees 8 to 12
@@ -329,7 +329,7 @@ def test_a_sequence_never_holds_more_than_it_is_said_to(window, chunk):
 def test_a_fork_and_a_swap_keep_the_null_pages():
     memory = make(window=5, host_pages=8)
     parent = run(memory, range(13))
-    parent.tokens.append(13)
+    parent.append(13)
     memory.start_plan()
     compute(memory, parent)
     child = Sequence(parent.group, 1, tokens=list(parent.tokens))

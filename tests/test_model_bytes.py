@@ -5,7 +5,17 @@ import pytest
 from flax import nnx
 
 from jpaged.errors import ConfigError
-from jpaged.model_bytes import KV_ITEMSIZES, format_bytes, kv_bytes_per_page, parse_bytes, sampler_bytes, weight_bytes
+from jpaged.model_bytes import (
+    KV_ITEMSIZES,
+    WEIGHT_ITEMSIZES,
+    format_bytes,
+    kv_bytes_per_page,
+    parse_bytes,
+    sampler_bytes,
+    weight_bytes,
+)
+from jpaged.models.parameter_map import WEIGHT_FORMS
+from jpaged.models.weights import abstract_llama, num_bytes
 from jpaged.pallas_kernels import PageSpec
 from jpaged.pallas_kernels.pages import PAGE_DTYPES
 from jpaged.sampler_state import sampler_state_bytes
@@ -29,6 +39,14 @@ def test_weights_take_what_their_arrays_take(changes):
     assert weight_bytes(tiny_config(**changes), "bfloat16") * 2 == sum(array.nbytes for array in arrays)
 
 
+@pytest.mark.parametrize("weights", WEIGHT_FORMS)
+@pytest.mark.parametrize("dtype", WEIGHT_ITEMSIZES)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "head_dim": 10}])
+def test_quantised_weights_take_what_their_arrays_take(dtype, weights, changes):
+    config = tiny_config(**changes)
+    assert weight_bytes(config, dtype, weights) == num_bytes(abstract_llama(config, dtype, weights))
+
+
 @pytest.mark.parametrize(("num_seqs", "vocab_size"), [(1, 8), (32, 49152)])
 def test_the_samplers_state_takes_what_its_arrays_take(num_seqs, vocab_size):
     assert sampler_bytes(num_seqs, vocab_size) == sampler_state_bytes(num_seqs, vocab_size)
@@ -37,6 +55,8 @@ def test_the_samplers_state_takes_what_its_arrays_take(num_seqs, vocab_size):
 def test_other_dtypes_are_refused():
     with pytest.raises(ConfigError, match="dtype is 'int8', expected one of float32, bfloat16, float16"):
         weight_bytes(tiny_config(), "int8")
+    with pytest.raises(ConfigError, match="weights is 'int4', expected one of int8, fp8, or None"):
+        weight_bytes(tiny_config(), "bfloat16", "int4")
     with pytest.raises(ConfigError, match=r"of K and V is 'int4', expected one of .*float8_e4m3fn"):
         kv_bytes_per_page(tiny_config(), 16, "int4")
 

@@ -29,7 +29,7 @@ def make_builder(group: SequenceGroup, tokenizer: Tokenizer | None = TOKENIZER) 
 
 def say(builder: OutputBuilder, seq: Sequence, text: str, logprob: float | None = None) -> None:
     for token in TOKENIZER.encode(text):
-        seq.tokens.append(token)
+        seq.append(token)
         entry = None if logprob is None else TokenLogprobs(token, logprob)
         assert builder.add_token(seq, token, entry, ends=False) is None
 

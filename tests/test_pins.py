@@ -83,7 +83,8 @@ def test_weights_change():
     memory.swap_in([swapped])
     memory.take_transfers()
     for seq in (running, swapped):
-        seq.tokens += range(3)
+        for token in range(3):
+            seq.append(token)
         memory.start_plan()
         compute(memory, seq)
     end(memory, running, swapped)

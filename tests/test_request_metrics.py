@@ -1,5 +1,7 @@
 """What is counted of a request that ended, and of what it lacked."""
 
+from dataclasses import replace
+
 from jpaged.request import Completion, FinishReason, Output, SamplingParams
 from jpaged.request_metrics import RequestMetrics
 from jpaged.timing import RequestTiming
@@ -65,3 +67,15 @@ def test_steps_and_gaps():
     histograms = metrics.histograms()
     assert (histograms["iteration_tokens_total"].count, histograms["iteration_tokens_total"].sum) == (1, 12)
     assert histograms["inter_token_latency_seconds"].count == 3
+
+
+def test_a_refused_form_is_no_failure_and_has_no_latency():
+    metrics = RequestMetrics()
+    refused = replace(
+        output("error", (0,), RequestTiming(arrival_s=0, finished_s=8)), error="structured.regex is refused"
+    )
+    metrics.ended(refused, SamplingParams())
+    assert (metrics.num_refused, metrics.finished) == (1, {})
+    assert not any(snapshot.count for snapshot in metrics.histograms().values())
+    metrics.ended(replace(refused, error="the model produced NaN"), SamplingParams())
+    assert (metrics.num_refused, metrics.finished) == (1, {"error": 1})

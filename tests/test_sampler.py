@@ -8,16 +8,25 @@ import numpy as np
 import pytest
 
 from jpaged.request import SamplingParams
-from jpaged.sampler import _argmax, filter_logits, sample
-from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, update_counts
-from jpaged.sampling_rows import SamplingRow, sampling_fields, unpack_sampling_rows
+from jpaged.sampler import _argmax, choose_tokens, sample
+from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, remember
+from jpaged.sampler_tuning import TUNINGS
+from jpaged.sampling_rows import (
+    SAMPLING_KINDS,
+    SamplingRow,
+    sampling_fields,
+    sampling_kind,
+    unpack_sampling_rows,
+)
 
 V = 131  # prime: no power of two, no multiple of anything
 S = 32
 NULL = S
 
-jit_sample = jax.jit(sample)
-jit_filter = jax.jit(filter_logits)
+CPU, GPU = TUNINGS["cpu"], TUNINGS["gpu"]
+
+jit_sample = jax.jit(sample, static_argnums=3)
+jit_choose = jax.jit(choose_tokens, static_argnums=(2, 3))
 
 
 def row(params, *, seed=0, state_index=NULL, position=10, samples=True, num_output_tokens=0):
@@ -28,12 +37,12 @@ def rows_on_device(rows, num_rows=S):
     return unpack_sampling_rows(jnp.asarray(sampling_fields(rows, num_rows, NULL)))
 
 
-def sample_rows(logits, rows, state=None):
+def sample_rows(logits, rows, state=None, tuning=CPU):
     """Samples live rows of a batch of S; returns their token ids."""
     state = make_sampler_state(S, logits.shape[1]) if state is None else state
     padded = np.zeros((S, logits.shape[1]), np.float32)
     padded[: len(rows)] = logits
-    return np.asarray(jit_sample(jnp.asarray(padded), rows_on_device(rows), state).token_ids)[: len(rows)]
+    return np.asarray(jit_sample(jnp.asarray(padded), rows_on_device(rows), state, tuning).token_ids)[: len(rows)]
 
 
 def random_logits(seed, num_rows=S, vocab_size=V, scale=3.0):
@@ -55,72 +64,6 @@ def kept_tokens(logits, params):
     return keep
 
 
-def filtered(logits, params):
-    """Which tokens `filter_logits` keeps, in a batch of S rows with these params."""
-    rows = rows_on_device([row(params)] * len(logits), len(logits))
-    scaled = jnp.asarray(logits) / params.temperature
-    return np.asarray(jit_filter(scaled, rows, rows.samples)) > -np.inf
-
-
-FILTERS = [
-    {"top_k": 2},
-    {"top_k": 40},
-    {"top_k": V},
-    {"top_k": 10**12},
-    {"top_p": 0.9},
-    {"top_p": 0.5, "temperature": 2.0},
-    {"top_p": 0.999},
-    {"top_p": 1e-6},
-    {"top_p": 5e-324},  # 0 in float32
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.8},
-    {"top_k": 7, "min_p": 0.3},
-    {"top_k": 60, "top_p": 0.95, "min_p": 0.01, "temperature": 0.7},
-]
-
-
-class TestFilters:
-    @pytest.mark.parametrize("fields", FILTERS, ids=str)
-    def test_keeps_what_the_reference_keeps(self, fields):
-        params = SamplingParams(**fields)
-        logits = random_logits(1)
-        logits[3] -= 1e4  # large negative
-        logits[4] = np.round(logits[4])  # many ties
-        logits[5, ::2] = -np.inf
-        logits[6] = 0.0  # all equal, all tie
-        logits[7, 1:] = -np.inf
-        logits[8] *= 100
-        expected = np.stack([kept_tokens(x, params) for x in logits]) & (logits > -np.inf)
-        np.testing.assert_array_equal(filtered(logits, params), expected)
-
-    @pytest.mark.parametrize("fields", [{"top_p": 0.95}, {"top_k": 1000, "top_p": 0.99}], ids=str)
-    def test_a_large_vocabulary_is_as_exact(self, fields):
-        params = SamplingParams(**fields)
-        logits = random_logits(2, num_rows=2, vocab_size=50_021)
-        expected = np.stack([kept_tokens(x, params) for x in logits])
-        assert expected.sum() > 100
-        np.testing.assert_array_equal(filtered(logits, params), expected)
-
-    def test_kept_logits_are_unchanged(self):
-        rows = rows_on_device([row(SamplingParams(top_k=5, top_p=0.9))] * S)
-        logits = random_logits(3)
-        found = np.asarray(jit_filter(jnp.asarray(logits), rows, rows.samples))
-        np.testing.assert_array_equal(found[found > -np.inf], logits[found > -np.inf])
-
-    def test_signed_zeros_tie(self):
-        logits = np.full((S, V), -1.0, np.float32)
-        logits[:, 5], logits[:, 9] = -0.0, 0.0
-        assert filtered(logits, SamplingParams(top_k=2))[:, [5, 9]].all()
-        assert filtered(logits, SamplingParams(min_p=1.0)).sum() == 2 * S
-
-    def test_a_row_without_filters_keeps_all_beside_rows_with_filters(self):
-        rows = rows_on_device([row(SamplingParams(top_k=2, top_p=0.5, min_p=0.1)), row(SamplingParams())] * (S // 2))
-        logits = jnp.asarray(random_logits(4))
-        filters = (rows.top_k > 0) | (rows.top_p < 1)
-        np.testing.assert_array_equal(jit_filter(logits, rows, filters)[1::2], logits[1::2])
-
-
 class TestGreedy:
     @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1e-9}, {"top_k": 1}], ids=str)
     def test_is_argmax_with_the_first_of_ties(self, fields):
@@ -139,7 +82,7 @@ class TestGreedy:
         np.testing.assert_array_equal(token_ids, logits.argmax(axis=1))
         np.testing.assert_array_equal(best, logits.max(axis=1))
         logits[1, -1] = np.nan
-        assert np.isnan(jax.jit(_argmax)(logits)[0]).tolist() == [False, True, False]
+        assert np.isfinite(jax.jit(_argmax)(logits)[0]).tolist() == [True, False, True]
 
     def test_ignores_seed_and_position_beside_rows_that_draw(self):
         logits = np.repeat(random_logits(7, num_rows=1), S, axis=0)
@@ -211,9 +154,8 @@ def mixed_requests():
     rng = np.random.default_rng(9)
     for i in range(S):
         params = SamplingParams(**choices[i % len(choices)])
-        state = load_entry(state, i, entry_for(params, (5,), V))
-        tokens = jnp.asarray(rng.integers(0, V, 20), jnp.int32)
-        state = update_counts(state, tokens, jnp.full(20, i, jnp.int32), jnp.arange(20) > 8)
+        tokens = rng.integers(0, V, 20).tolist()
+        state = load_entry(state, i, entry_for(params, (5,), V, prompt=tokens[:9], output=tokens[9:]))
         rows.append(row(params, seed=1000 + i, state_index=i, position=50 + i, num_output_tokens=2))
     return rows, state
 
@@ -234,6 +176,23 @@ class TestIndependenceOfTheBatch:
         ]
         np.testing.assert_array_equal(alone, together)
 
+    def test_compiled_in_another_way(self, mixed):
+        rows, state, logits, together = mixed
+        np.testing.assert_array_equal(sample_rows(logits, rows, state, GPU), together)
+
+    def test_by_the_least_kind_of_program(self, mixed):
+        rows, _, logits, together = mixed
+        kinds = [sampling_kind(sampling_fields([one], 1, NULL)) for one in rows]
+        assert set(kinds) == set(SAMPLING_KINDS)
+        for kind in SAMPLING_KINDS[:-1]:
+            chosen = [i for i in range(S) if kinds[i] == kind]
+            of_kind = rows_on_device([rows[i] for i in chosen])
+            padded = np.zeros((S, V), np.float32)
+            padded[: len(chosen)] = logits[chosen]
+            for tuning in (CPU, GPU):
+                token_ids = jit_choose(padded, of_kind, kind, tuning)
+                np.testing.assert_array_equal(token_ids[: len(chosen)], together[chosen])
+
     def test_other_index_and_other_neighbours(self, mixed):
         rows, state, logits, together = mixed
         order = np.random.default_rng(11).permutation(S)[: S // 2]
@@ -247,23 +206,11 @@ class TestIndependenceOfTheBatch:
         expected[4] = -1
         np.testing.assert_array_equal(sample_rows(broken, rows, state), expected)
 
-    def test_filters_keep_equal_bits_in_any_batch(self, mixed):
-        _, _, logits, _ = mixed
-        params = [SamplingParams(top_p=0.05 + 0.03 * i, top_k=i * 3) for i in range(S)]
-        rows = rows_on_device([row(p) for p in params])
-        together = np.asarray(jit_filter(jnp.asarray(logits), rows, rows.samples))
-        for i in range(S):
-            rows = rows_on_device([row(params[i])], 1)
-            alone = np.asarray(jit_filter(jnp.asarray(logits[i : i + 1]), rows, rows.samples))[0]
-            np.testing.assert_array_equal(alone, together[i])
-
 
 class TestAdjustments:
     def loaded(self, params, prompt=(), output=(), eos=(), index=2):
-        state = load_entry(make_sampler_state(S, V), index, entry_for(params, eos, V))
-        tokens = jnp.asarray([*prompt, *output], jnp.int32)
-        entry = jnp.full(tokens.shape, index, jnp.int32)
-        return update_counts(state, tokens, entry, jnp.arange(len(tokens)) >= len(prompt))
+        entry = entry_for(params, eos, V, prompt=prompt, output=output)
+        return load_entry(make_sampler_state(S, V), index, entry)
 
     @pytest.mark.parametrize(
         "fields",
@@ -357,20 +304,31 @@ class TestResult:
         best = logits[0].argmax()
         assert result.token_ids.tolist() == [best, 0, -1] + [0] * (S - 3)
         expected = np.full(S + 1, 5)
-        expected[[9, 1, NULL]] = best, 0, 0  # a failed row feeds token 0 on, not -1
+        expected[[9, 1]] = best, 0  # a failed row feeds token 0 on, not -1
         np.testing.assert_array_equal(result.state.last_token, expected)
+
+    def test_what_is_sampled_is_counted_where_there_are_penalties(self):
+        penalised, plain = SamplingParams(temperature=0.0, presence_penalty=1.0), SamplingParams(temperature=0.0)
+        logits = random_logits(18, num_rows=4)
+        logits[3, 5] = np.nan
+        rows = [row(penalised, state_index=2), row(plain, state_index=3), row(penalised, state_index=4, samples=False)]
+        rows.append(row(penalised, state_index=5))
+        padded = np.zeros((S, V), np.float32)
+        padded[:4] = logits
+        result = jit_sample(padded, rows_on_device(rows), make_sampler_state(S, V))
+        expected = np.zeros((S + 1, V), np.int32)
+        expected[2, logits[0].argmax()] = 1
+        np.testing.assert_array_equal(result.state.output_counts, expected)
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    def step(state, logits, fields, tokens, entry, is_output):
-        state = update_counts(state, tokens, entry, is_output)
-        return sample(logits, unpack_sampling_rows(fields), state)
+    def program(logits, fields, state):
+        return sample(logits, unpack_sampling_rows(fields), state, GPU)
 
     fields = jnp.asarray(sampling_fields([row(SamplingParams())], 4, 4))
-    tokens = jnp.zeros(8, jnp.int32)
-    args = (make_sampler_state(4, 1000), jnp.zeros((4, 1000)), fields, tokens, tokens, tokens > 0)
-    return jax.jit(step, donate_argnums=0).lower(*args).compile(), args[0]
+    args = (jnp.zeros((4, 1000)), fields, make_sampler_state(4, 1000))
+    return jax.jit(program, donate_argnums=2).lower(*args).compile(), args[2]
 
 
 class TestCompiled:
@@ -386,3 +344,17 @@ class TestCompiled:
 
     def test_temporaries_are_a_few_times_the_logits(self, compiled):
         assert compiled[0].memory_analysis().temp_size_in_bytes < 10 * 4 * 1000 * 4
+
+    @pytest.mark.parametrize("kind", SAMPLING_KINDS)
+    def test_a_gpu_is_never_asked_which_way_to_go(self, kind):
+        def program(logits, fields, state):
+            rows = unpack_sampling_rows(fields)
+            if kind == "full":
+                return sample(logits, rows, state, GPU)
+            token_ids = choose_tokens(logits, rows, kind, GPU)
+            return remember(state.last_token, rows.state_index, rows.samples, token_ids)
+
+        fields = jnp.asarray(sampling_fields([row(SamplingParams())], 4, 4))
+        traced = jax.jit(program).trace(jnp.zeros((4, 1000)), fields, make_sampler_state(4, 1000))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert not re.search(r"\b(while|case|if|sort|custom_call)\b", text)

@@ -1,4 +1,4 @@
-"""Entries of the sampler's state: loading, counting, isolation."""
+"""Entries of the sampler's state: loading, remembering, counting, isolation."""
 
 import dataclasses
 
@@ -12,13 +12,14 @@ from jpaged.request import SamplingParams
 from jpaged.sampler_state import (
     MAX_BANNED_IDS,
     MAX_BIAS_IDS,
+    count_output,
     entry_for,
     load_entry,
     load_masks,
     make_sampler_state,
     mask_row_counts,
     needs_entry,
-    update_counts,
+    remember,
     warm_up_masks,
 )
 from jpaged.structured import StructuredOutput
@@ -37,7 +38,7 @@ class TestEntryFor:
         assert not entry.output_counts.any()
         assert not entry.prompt_mask.any()
 
-    def test_holds_the_tokens_that_no_step_will_count(self):
+    def test_holds_the_tokens_of_the_sequence(self):
         entry = entry_for(SamplingParams(), (), V, prompt=[3, 3, V - 1], output=[7, 0, 7])
         assert entry.prompt_mask.nonzero()[0].tolist() == [3, V - 1]
         assert {token: int(entry.output_counts[token]) for token in entry.output_counts.nonzero()[0]} == {0: 1, 7: 2}
@@ -84,42 +85,35 @@ class TestEntryFor:
         assert needs_entry(SamplingParams(**fields)) is expected
 
 
-def random_tokens(seed, num_tokens):
-    rng = np.random.default_rng(seed)
-    return (
-        jnp.asarray(rng.integers(0, V, num_tokens), jnp.int32),
-        jnp.asarray(rng.integers(0, R + 1, num_tokens), jnp.int32),
-        jnp.asarray(rng.integers(0, 2, num_tokens) > 0),
-    )
-
-
-class TestUpdateCounts:
-    def test_counts_output_and_marks_prompt(self):
-        state = make_sampler_state(R, V)
-        counts, mask = np.zeros((R + 1, V), int), np.zeros((R + 1, V), bool)
-        for seed in range(3):  # counts go on from step to step
-            tokens, entry, is_output = random_tokens(seed, 200)
-            state = update_counts(state, tokens, entry, is_output)
-            for token, index, output in zip(*map(np.asarray, (tokens, entry, is_output)), strict=True):
-                counts[index, token] += output
-                mask[index, token] |= not output
-        np.testing.assert_array_equal(state.output_counts, counts)
-        np.testing.assert_array_equal(state.prompt_mask, mask)
-
-    def test_other_entries_are_untouched(self):
-        state = update_counts(make_sampler_state(R, V), *random_tokens(4, 50))
-        before = np.asarray(state.output_counts), np.asarray(state.prompt_mask)
-        null = jnp.full(3, state.null_entry, jnp.int32)
-        after = update_counts(state, jnp.zeros(3, jnp.int32), null, jnp.array([True, False, True]))
-        np.testing.assert_array_equal(after.output_counts[:R], before[0][:R])
-        np.testing.assert_array_equal(after.prompt_mask[:R], before[1][:R])
+def test_what_is_sampled_is_remembered_and_counted_from_step_to_step():
+    rng = np.random.default_rng(0)
+    last_token, counts = jnp.arange(10, 10 + R + 1, dtype=jnp.int32), jnp.zeros((R + 1, V), jnp.int32)
+    expected_last, expected_counts = np.array(last_token), np.zeros((R + 1, V), int)
+    for _ in range(20):
+        token_ids = rng.integers(-1, V, R)
+        entry, samples, penalised = rng.permutation(R), rng.random(R) < 0.5, rng.random(R) < 0.5
+        arrays = [jnp.asarray(array, jnp.int32) for array in (entry, token_ids)]
+        last_token = remember(last_token, arrays[0], jnp.asarray(samples), arrays[1])
+        counts = count_output(counts, arrays[0], jnp.asarray(samples & penalised), arrays[1])
+        for row in np.flatnonzero(samples):
+            expected_last[entry[row]] = max(token_ids[row], 0)  # a failed row feeds token 0 on, not -1
+            if penalised[row] and token_ids[row] >= 0:
+                expected_counts[entry[row], token_ids[row]] += 1
+    np.testing.assert_array_equal(last_token, expected_last)
+    np.testing.assert_array_equal(counts, expected_counts)
+    assert expected_counts.sum() > 9
 
 
 class TestLoadEntry:
     @pytest.mark.parametrize(("prompt", "output"), [((), ()), ((1, 1, 4), (4, 30, 30))])
     def test_sets_one_entry(self, prompt, output):
-        state = update_counts(make_sampler_state(R, V), *random_tokens(5, 300))
-        state = dataclasses.replace(state, last_token=jnp.arange(10, 10 + R + 1, dtype=jnp.int32))
+        rng = np.random.default_rng(5)
+        state = dataclasses.replace(
+            make_sampler_state(R, V),
+            last_token=jnp.arange(10, 10 + R + 1, dtype=jnp.int32),
+            output_counts=jnp.asarray(rng.integers(0, 3, (R + 1, V)), jnp.int32),
+            prompt_mask=jnp.asarray(rng.random((R + 1, V)) < 0.5),
+        )
         before = [np.asarray(leaf) for leaf in (state.output_counts, state.prompt_mask)]
         entry = entry_for(
             SamplingParams(logit_bias={4: 1.5}, stop_token_ids=[8]), (2,), V, prompt=prompt, output=output
@@ -137,14 +131,6 @@ class TestLoadEntry:
         assert (np.asarray(state.bias_ids)[others] == V).all()
         assert (np.asarray(state.banned_ids)[others] == V).all()
         assert state.last_token.tolist() == [10, 11, 0, 13, 14, 15]
-
-    def test_steps_go_on_to_count_where_it_left_off(self):
-        entry = entry_for(SamplingParams(), (), V, prompt=[3], output=[5])
-        state = load_entry(make_sampler_state(R, V), 1, entry)
-        tokens, index = jnp.array([5, 6, 9], jnp.int32), jnp.full(3, 1, jnp.int32)
-        state = update_counts(state, tokens, index, jnp.array([True, True, False]))
-        assert state.output_counts[1, jnp.array([5, 6, 9])].tolist() == [2, 1, 0]
-        assert np.asarray(state.prompt_mask)[1].nonzero()[0].tolist() == [3, 9]
 
     def test_the_old_state_is_consumed(self):
         old = make_sampler_state(R, V)

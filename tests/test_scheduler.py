@@ -315,7 +315,7 @@ def test_a_negative_token_ends_its_own_sequence_only():
     plan = scheduler.plan()
     assert plan is not None
     assert rows_of(plan) == [("a", 0, 3, True), ("b", 0, 4, True), ("a", 3, 0, True)]
-    assert scheduler.update(plan, [-1, 5, 6]) == [None, 5, 6]
+    assert scheduler.update(plan, [-1, 5, 6]) == ([None, 5, 6], [0], {0})
     assert (a.seqs[0].finish_reason, a.seqs[0].output_token_ids, a.seqs[0].pages) == ("error", [], [])
     assert (a.seqs[1].finish_reason, a.seqs[1].output_token_ids) == (None, [6])
     assert scheduler.running == (a, b)
@@ -338,7 +338,7 @@ def test_a_row_that_samples_nothing_is_not_read():
     scheduler.add(group)
     plan = scheduler.plan()
     assert plan is not None
-    assert scheduler.update(plan, [-1]) == [None]
+    assert scheduler.update(plan, [-1]).tokens == [None]
     assert not group.is_finished
 
 
@@ -369,8 +369,11 @@ def test_a_stop_string_in_the_last_token_outweighs_the_length():
     [
         (lambda run, wait: run.pages.pop(), "page 2 counts 1 holders, expected 0"),
         (lambda run, wait: setattr(run, "num_computed_tokens", 4), "'a' is running with 2 pages, needs 1"),
-        (lambda run, wait: setattr(run, "state_index", 1), "state indices in use and free are"),
-        (lambda run, wait: setattr(run, "state_index", None), "'a' runs without a state index"),
+        (lambda run, wait: setattr(run, "state_index", 1), "the rows that run are kept as"),
+        (lambda run, wait: setattr(run, "status", SequenceStatus.WAITING), "the rows that run are kept as"),
+        (lambda run, wait: setattr(run, "counters", list(run.counters)), "row 0 of the table is not its own"),
+        (lambda run, wait: setattr(run, "num_tokens", 4), "'a' runs as"),
+        (lambda run, wait: run.group.state_indices.append(0), "state indices in use and free are"),
         (lambda run, wait: wait.pages.append(3), "'b' waits with pages"),
         (lambda run, wait: setattr(wait, "num_computed_tokens", 1), "'b' waits with pages, computed tokens"),
         (lambda run, wait: setattr(wait, "state_index", 0), "'b' waits with .* a state index"),

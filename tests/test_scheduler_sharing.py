@@ -32,7 +32,7 @@ def test_the_same_new_prefix_is_computed_once(budget):
     plan = driver.step()
     if budget == 64:  # all in one step, on the same pages
         assert plan is not None
-        assert plan.q_lens == [1, 1, 1, 1, 17]
+        assert plan.q_lens.tolist() == [1, 1, 1, 1, 17]
         assert len({tuple(group.seqs[0].pages[:4]) for group in groups}) == 1
     driver.drain()
     assert driver.device.num_computed == 16 + 5
@@ -112,9 +112,9 @@ def test_answers_fork_at_the_end_of_the_prompt(prompt_len, budget):
     while len(group.seqs) == 1:
         plan = driver.step()
     assert plan is not None
-    assert (plan.q_lens[-2:], plan.samples[-2:]) == ([0, 0], [True, True])
-    assert plan.sources[-2:] == [plan.num_seqs - 3] * 2
-    assert plan.starts[-2:] == [prompt_len] * 2
+    assert (plan.q_lens[-2:].tolist(), plan.samples[-2:].tolist()) == ([0, 0], [True, True])
+    assert plan.sources[-2:].tolist() == [plan.num_seqs - 3] * 2
+    assert plan.starts[-2:].tolist() == [prompt_len] * 2
     assert [seq.index for seq in plan.seqs[-3:]] == [0, 1, 2]
     assert len({seq.state_index for seq in group.seqs}) == 3
     pages = -(-prompt_len // 4)

@@ -13,8 +13,9 @@ def make_group(seed: int = 0) -> SequenceGroup:
 def test_a_sequence_counts_read_and_pending_output():
     [seq], [other] = make_group().seqs, make_group().seqs
     assert (seq.num_prompt_tokens, seq.num_tokens, seq.num_output_tokens, seq.output_token_ids) == (3, 3, 0, [])
-    seq.tokens.append(8)
-    seq.num_pending = 2
+    seq.append(8)
+    seq.num_tokens += 2
+    assert seq.num_pending == 2
     assert (seq.num_prompt_tokens, seq.num_tokens, seq.num_output_tokens, seq.output_token_ids) == (3, 6, 3, [8])
     assert other.tokens == list(other.request.prompt_token_ids) == [5, 6, 7]
     assert seq != other  # two sequences are never equal, whatever they hold
@@ -32,8 +33,8 @@ def test_each_answer_samples_with_a_seed_of_its_own(seed, seeds):
 
 def test_a_group_is_live_as_long_as_one_of_its_sequences():
     group = make_group()
-    group.seqs.append(Sequence(group, 1, num_pending=2))
-    group.seqs[0].num_pending = 1
+    group.seqs.append(Sequence(group, 1, num_tokens=2))
+    group.seqs[0].num_tokens += 1
     assert (group.live, group.num_pending) == (group.seqs, 3)
     group.seqs[0].status = SequenceStatus.FINISHED
     assert group.live == group.seqs[1:]

@@ -1,6 +1,5 @@
 """The launcher: its plans in words and JSON, what it refuses, and what it hands to the server."""
 
-import inspect
 import json
 import os
 import re
@@ -53,7 +52,7 @@ def served(monkeypatch):
     calls = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(serve_command, "require_extra", lambda: None)
-    monkeypatch.setattr(serve_tpu, "_serve", lambda *given, **more: calls.append((*given, more)))
+    monkeypatch.setattr(serve_command, "start", lambda *given, **more: calls.append((*given, more)))
     return calls
 
 
@@ -162,12 +161,18 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(run, here, served, fol
 
 def test_the_server_is_told_what_was_planned(run, here, served, folder):
     here("v5e", 8)
-    done = run(folder, "--served-model-name", "tiny", "--port", "0", "--kv-dtype", "int8", "--no-prefix-cache")
+    asked = ("--served-model-name", "tiny", "--port", "0", "--kv-dtype", "int8", "--weights", "fp8")
+    done = run(folder, *asked, "--no-prefix-cache")
     assert done.exit_code == 0, done.stderr
     [(config, recipe, more)] = served
     engine = recipe["config"]
-    assert (config.models, config.port, more) == (("tiny",), 0, {"own_process": True})
-    assert (recipe["model"], recipe["dtype"]) == (folder, "bfloat16")
+    assert (config.models, config.port, more) == (
+        ("tiny",),
+        0,
+        {"load_format": "auto", "own_process": True},
+    )
+    assert (recipe["model"], recipe["dtype"], recipe["weights"]) == (folder, "bfloat16", "fp8")
+    assert "in bfloat16, the layers' in fp8 (--weights)" in done.stderr
     assert (engine.cache.dtype, engine.cache.prefix_cache, engine.warmup) == ("int8", False, "eager")
     assert engine.cache.num_pages is None
     assert engine.cache.page_size == 128
@@ -186,7 +191,7 @@ def test_on_a_cpu_nothing_is_set_and_the_pool_is_as_planned(run, here, served, f
     assert done.exit_code == 0, done.stderr
     [(_, recipe, more)] = served
     assert dict(os.environ) == before
-    assert (recipe["dtype"], recipe["config"].warmup, more) == ("float32", "lazy", {"own_process": False})
+    assert (recipe["dtype"], recipe["config"].warmup, more["own_process"]) == ("float32", "lazy", False)
     assert recipe["config"].cache.num_pages >= 2
     assert "nothing is set for a CPU" in done.stderr
 
@@ -218,5 +223,17 @@ def test_the_page_names_every_setting_and_only_options_that_exist():
     assert shown <= known
 
 
-def test_the_server_is_started_as_the_command_starts_it():
-    inspect.signature(serve_command.serve_engine).bind(None, {}, None, own_process=True)
+def test_a_shape_is_served_without_weights(run, here, served):
+    here("cpu")
+    done = run("SmolLM2-135M", "--load-format", "dummy", "--token-buckets", "32,512")
+    assert done.exit_code == 0, done.stderr
+    [(config, recipe, more)] = served
+    assert (config.models, recipe["model"], more["load_format"]) == (("SmolLM2-135M",), "SmolLM2-135M", "dummy")
+    assert recipe["config"].token_buckets == (32, 512)
+    for wrong, words in (
+        (("--load-format", "magic"), "load_format is 'magic', expected one of auto, dummy"),
+        (("--load-format", "dummy", "--token-buckets", "8,x"), "token_buckets is '8,x', expected integers"),
+        (("--load-format", "dummy", "--token-buckets", "8"), "token_buckets"),
+    ):
+        refused = run("smollm2-135m", *wrong)
+        assert (refused.exit_code, words in refused.stderr) == (2, True)

@@ -57,4 +57,4 @@ def test_clear_forgets_who_had_no_row_yet():
     loader.clear()
     assert not run.constraints._states
     assert not entries._awaiting
-    assert loader.due(StepPlan([], [], [], [], [], 0, 0)) is None
+    assert loader.due(StepPlan.of_rows([])) is None

@@ -1,4 +1,4 @@
-"""The jitted step: compiled once a shape, pages in place, weights that can be swapped."""
+"""The programs of a step: compiled once each, pages in place, weights that can be swapped."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,15 @@ from jpaged.errors import ConfigError, RecompileError
 from jpaged.pallas_kernels import make_pages
 from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import make_sampler_state
+from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, SAMPLING_KINDS
 from jpaged.sequence import SequenceGroup, SequenceStatus
 from jpaged.step import StepRunner, read_logprobs, read_prompt_logprobs
-from jpaged.step_plan import StepPlan
+from jpaged.step_plan import PlannedRow, StepPlan
+from jpaged.step_programs import Program, StepNeeds
 from tests.fakes import dense_logits, tiny_llama
 
 SHAPE, OTHER = StepShape(8, 2, 1), StepShape(1, 1, 1)
+FORWARD, GREEDY = Program("forward", SHAPE), Program("sampling", 2, "greedy")
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -39,15 +42,17 @@ def make_plan(prompt=PROMPT, **params) -> StepPlan:
     params = SamplingParams(**{"temperature": 0.0, **params})
     (seq,) = SequenceGroup(Request(request_id="r", prompt_token_ids=tuple(prompt), params=params)).seqs
     seq.pages, seq.state_index = [2], 1
-    return StepPlan([seq], [0], [len(prompt)], [True], [0], num_decode=0, num_tokens=len(prompt))
+    return StepPlan.of_rows([PlannedRow(seq, 0, len(prompt), samples=True, source=0)])
 
 
-def pack(plan: StepPlan) -> np.ndarray:
-    return BatchPacker((SHAPE,), page_size=8, max_num_seqs=2).pack(plan)[0]
+def run(runner: StepRunner, model, plan: StepPlan) -> tuple:
+    """What a plan's step gives, on a fresh pool."""
+    packed, shape = BatchPacker((SHAPE,), page_size=8, max_num_seqs=2).pack(plan)
+    return runner.run(*make_pool(model), packed, runner.needs(packed, shape))
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[StepShape]:
+def seen() -> list[Program]:
     return []
 
 
@@ -60,34 +65,40 @@ def runner(seen) -> StepRunner:
 class FakeLowered:
     """Stands for a program, where only the bookkeeping around it is tested."""
 
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
     def compile(self):
-        return lambda params, kv_pages, state, packed: ("outputs", kv_pages, state)
+        if self.program.part == "forward":
+            return lambda weights, kv_pages, spare, last_token, packed: (("logits", "hidden", "fields"), kv_pages)
+        return lambda logits, fields, state: ("tokens", state)
 
 
 @pytest.fixture
 def fake_runner(monkeypatch):
     def make(**options) -> StepRunner:
         runner = make_runner(**options)
-        monkeypatch.setattr(runner, "lower", lambda *args: FakeLowered())
+        monkeypatch.setattr(runner, "lower", lambda kv_pages, state, program: FakeLowered(program))
         return runner
 
     return make
 
 
-def test_a_shape_compiles_once_and_pages_are_updated_in_place(runner, seen):
+def test_a_program_compiles_once_and_pages_are_updated_in_place(runner, seen):
     model = make_model()
     expected = dense_logits(model, PROMPT)[-1]
+    packed, shape = BatchPacker((SHAPE,), page_size=8, max_num_seqs=2).pack(make_plan())
     for _ in range(2):
         pages, state = make_pool(model)
-        before = pages[0].data
-        outputs, pages, state = runner.run(pages, state, pack(make_plan()), SHAPE)
+        before = pages[0].data, state.last_token
+        outputs, pages, state = runner.run(pages, state, packed, runner.needs(packed, shape))
         assert outputs.token_ids[0] == expected.argmax() == state.last_token[1]
-        assert before.is_deleted()
+        assert all(array.is_deleted() for array in before)
         rows = np.asarray(pages[0].data).reshape(4, 8, -1)
         assert rows[2, :5].any(axis=1).all()
         assert not rows[2, 5:].any()
         assert not rows[[1, 3]].any()
-    assert seen == [SHAPE] == [done.shape for done in runner.compilations]
+    assert seen == [FORWARD, GREEDY] == [done.program for done in runner.compilations]
     assert runner.compilations[0].seconds > 0
     assert not runner.compilations[0].after_warmup
 
@@ -96,7 +107,7 @@ def test_log_probabilities_are_read_where_they_were_asked_for(runner):
     model = make_model()
     expected = np.asarray(jax.nn.log_softmax(dense_logits(model, PROMPT)))
     plan = make_plan(logprobs=1, prompt_logprobs=2)
-    outputs, _, _ = runner.run(*make_pool(model), pack(plan), SHAPE)
+    outputs, _, _ = run(runner, model, plan)
     sampled = read_logprobs(plan, outputs)(0)
     best = int(expected[-1].argmax())
     assert (sampled.token_id, [token for token, _ in sampled.top]) == (best, [best])
@@ -127,10 +138,12 @@ def test_new_weights_are_used_without_a_compile(runner):
     for weights in (nnx.state(other), in_numpy):
         runner.set_params(weights)
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(runner.params))
-        outputs, _, _ = runner.run(*make_pool(other), pack(make_plan()), SHAPE)
+        outputs, _, _ = run(runner, other, make_plan())
         assert outputs.token_ids[0] == expected
+    compiled = len(runner.compilations)
     runner.set_params(old)
-    assert len(runner.compilations) <= 1
+    run(runner, other, make_plan())
+    assert len(runner.compilations) == compiled
 
 
 @pytest.mark.parametrize(
@@ -144,46 +157,106 @@ def test_new_weights_are_used_without_a_compile(runner):
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(runner, change, message):
-    old = runner.params
+    old = jax.tree.leaves(runner.params)
     with pytest.raises(ConfigError, match=message):
         runner.set_params(change())
-    assert runner.params is old
+    assert all(new is before for new, before in zip(jax.tree.leaves(runner.params), old, strict=True))
 
 
-def test_lower_compiles_nothing_and_donates_pages_and_state(seen):
+def test_lower_compiles_nothing_and_donates_the_pages(seen):
     model = make_model()
     runner = make_runner(model, on_compile=seen.append)
     before = len(seen)
     pages, state = make_pool(model)
     lowered = runner.lower(pages, state, OTHER)
-    (params, kv_pages, sampler_state, packed), _ = lowered.args_info
-    assert all(leaf.donated for leaf in jax.tree.leaves((kv_pages, sampler_state)))
-    assert not any(leaf.donated for leaf in jax.tree.leaves((params, packed)))
-    outputs = lowered.out_info[0]
-    assert (outputs.token_ids.shape, outputs.top_ids.shape, outputs.prompt_top_ids.shape) == ((1,), (1, 2), (1, 2))
+    (weights, kv_pages, spare, last_token, packed), _ = lowered.args_info
+    assert spare == ()
+    assert all(leaf.donated for leaf in jax.tree.leaves(kv_pages))
+    assert not any(leaf.donated for leaf in jax.tree.leaves((weights, last_token, packed)))
+    logits, hidden, fields = lowered.out_info[0]
+    assert (logits.shape, hidden.shape, fields.shape) == ((1, 64), (1, 32), (NUM_SAMPLING_FIELDS, 1))
     assert runner.compilations == []
     assert len(seen) == before
     assert not pages[0].data.is_deleted()
 
 
-def test_a_late_shape_is_refused_before_anything_is_done(fake_runner):
-    seen = []
+def test_a_gpu_runs_the_least_kind_and_writes_where_the_step_before_did(runner):
+    model, plan = make_model(), make_plan(temperature=1.5, seed=3)
+    tokens = run(runner, model, plan)[0].token_ids
+    assert runner.compilations[-1].program == Program("sampling", 2, "full")
+    on_gpu = make_runner(model, platform="gpu")
+    for _ in range(3):
+        before = list(on_gpu._spare.values())
+        places = [array.unsafe_buffer_pointer() for array in before]
+        outputs, _, state = run(on_gpu, model, plan)
+        assert outputs.token_ids.tolist() == tokens.tolist()
+        assert state.last_token[1] == tokens[0]
+        assert all(array.is_deleted() for array in before)
+        if before:
+            assert [array.unsafe_buffer_pointer() for array in on_gpu._spare.values()] == places
+    assert [done.program for done in on_gpu.compilations] == [FORWARD, Program("sampling", 2, "draw")]
+    assert len(places) == 3
+    on_gpu.forget_outputs()
+    assert run(on_gpu, model, plan)[0].token_ids.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", SAMPLING_KINDS)
+def test_sampling_donates_what_it_changes(kind):
+    model = make_model()
+    pages, state = make_pool(model)
+    lowered = make_runner(model, platform="gpu").lower(pages, state, Program("sampling", 2, kind))
+    (logits, fields, changed), _ = lowered.args_info
+    assert all(leaf.donated for leaf in jax.tree.leaves(changed))
+    assert not any(leaf.donated for leaf in jax.tree.leaves((logits, fields)))
+    token_ids, after = lowered.out_info
+    assert token_ids.shape == (2,)
+    assert jax.tree.structure(after) == jax.tree.structure(state if kind == "full" else 0)
+
+
+def test_programs_of_log_probabilities_are_lowered_from_shapes_alone():
+    model = make_model()
+    runner = make_runner(model)
+    for program, rows in ((Program("prompt logprobs", SHAPE), 8), (Program("logprobs", 2), 2)):
+        found = runner.lower(*make_pool(model), program).out_info
+        assert [leaf.shape for leaf in found] == [(rows,), (rows, 2), (rows, 2)]
+
+
+def test_a_late_program_is_refused_before_anything_is_done(fake_runner):
+    seen, state = [], make_sampler_state(2, 64)
     runner = fake_runner(recompile="error", on_compile=seen.append)
-    runner.run([], None, None, SHAPE)
+    runner.run([], state, None, StepNeeds(SHAPE))
     runner.mark_warm()
-    runner.run([], None, None, SHAPE)
-    with pytest.raises(RecompileError, match=r"T1 S1 P1 was not compiled at start; have \['T8 S2 P1'\]"):
-        runner.run([], None, None, OTHER)
-    assert seen == [SHAPE] == [done.shape for done in runner.compilations]
+    runner.run([], state, None, StepNeeds(SHAPE))
+    message = r"forward T1 S1 P1 was not compiled at start; have \['forward T8 S2 P1', 'sampling S2 greedy'\]"
+    with pytest.raises(RecompileError, match=message):
+        runner.run([], state, None, StepNeeds(OTHER))
+    with pytest.raises(RecompileError, match="sampling S2 full was not compiled"):
+        runner.run([], state, None, StepNeeds(SHAPE, "full"))
+    assert seen == [FORWARD, GREEDY] == [done.program for done in runner.compilations]
 
 
-def test_a_late_shape_is_told_and_compiled(fake_runner, caplog):
-    seen = []
+def test_a_late_program_is_told_and_compiled(fake_runner, caplog):
+    seen, state = [], make_sampler_state(2, 64)
     runner = fake_runner(on_compile=seen.append)
-    runner.compile([], None, SHAPE)
+    runner.compile([], state, FORWARD)
     assert caplog.text == ""
     runner.mark_warm()
-    assert runner.run(["page"], "state", None, OTHER) == ("outputs", ["page"], "state")
-    assert "step shape T1 S1 P1 compiles late" in caplog.text
-    assert seen == [SHAPE, OTHER]
-    assert [(done.shape, done.after_warmup) for done in runner.compilations] == [(SHAPE, False), (OTHER, True)]
+    outputs, pages, after = runner.run(["page"], state, None, StepNeeds(SHAPE, "full"))
+    assert (outputs.token_ids, pages, after) == ("tokens", ["page"], state)
+    assert "the program sampling S2 full compiles late" in caplog.text
+    assert [(done.program, done.after_warmup) for done in runner.compilations] == [
+        (FORWARD, False),
+        (Program("sampling", 2, "full"), True),
+    ]
+    assert seen == [done.program for done in runner.compilations]
+
+
+def test_all_are_compiled_and_told_once(fake_runner):
+    told = []
+    runner = fake_runner()
+    runner.compile([], None, GREEDY)
+    runner.compile_all([], None, runner.programs([SHAPE]), lambda program, seconds: told.append(program))
+    others = [FORWARD, Program("sampling", 2, "full"), Program("logprobs", 2), Program("prompt logprobs", SHAPE)]
+    assert sorted(told, key=str) == sorted(others, key=str)
+    assert {done.program for done in runner.compilations} == {GREEDY, *others}
+    assert runner.missing(StepNeeds(SHAPE, "full", logprobs=True, prompt_logprobs=True)) == []

@@ -13,7 +13,7 @@ from jpaged.batch import packed_size
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError
 from jpaged.model_shapes import model_shape
-from jpaged.models import Llama
+from jpaged.models.weights import abstract_llama
 from jpaged.pallas_kernels import PageSpec
 from jpaged.sampler_state import make_sampler_state
 from jpaged.step_bytes import (
@@ -75,14 +75,15 @@ def test_pages_are_those_of_their_spec(dtype, name, tiled):
     assert stored_page_bytes(config, 32, dtype, tiled=tiled) == 3 * spec.bytes_per_page
 
 
+@pytest.mark.parametrize("weights", [None, "int8", "fp8"])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
-def test_weights_are_those_of_the_model(changes):
-    model = nnx.eval_shape(lambda: Llama(tiny_config(**changes), rngs=nnx.Rngs(0)))
-    arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
-    elements = sum(array.size for array in arrays)
-    assert stored_weight_bytes(tiny_config(**changes), "float32", tiled=False) == 4 * elements
-    tiled = sum(tiled_bytes(array.shape, 4) for array in arrays)
-    assert stored_weight_bytes(tiny_config(**changes), "float32", tiled=True) == tiled
+def test_weights_are_those_of_the_model(changes, weights):
+    config = tiny_config(**changes)
+    arrays = jax.tree.leaves(nnx.state(abstract_llama(config, "float32", weights)))
+    elements = sum(array.size * array.dtype.itemsize for array in arrays)
+    assert stored_weight_bytes(config, "float32", tiled=False, weights=weights) == elements
+    tiled = sum(tiled_bytes(array.shape, array.dtype.itemsize) for array in arrays)
+    assert stored_weight_bytes(config, "float32", tiled=True, weights=weights) == tiled
 
 
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 8), (32, 49152)])

@@ -39,23 +39,22 @@ def info(
 def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptions) -> dict[str, Any]:
     import jax
     import numpy as np
-    from flax import nnx
 
     from jpaged.kv_cache import choose_implementation, plan_pool
-    from jpaged.models import Llama
-    from jpaged.models.weights import float_dtype
+    from jpaged.model_bytes import weight_bytes
+    from jpaged.models.parameter_map import WEIGHT_FORMS
+    from jpaged.models.weights import abstract_llama, float_dtype, num_bytes
     from jpaged.pallas_kernels import PageSpec
     from jpaged.pallas_kernels.pages import PAGE_DTYPES
 
     config = engine.config()
     device = jax.devices()[0]
     weight_dtype = float_dtype(engine.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
-    llama = nnx.eval_shape(lambda: Llama(model_config, rngs=nnx.Rngs(0), dtype=weight_dtype))  # shapes, no memory
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(llama, nnx.Param)))
+    llama = abstract_llama(model_config, weight_dtype, engine.weights)
     name, reason = choose_implementation(llama, config, dtype=weight_dtype.name, activations=weight_dtype)
     # Where the device counts its memory, the weights will take their part of it; the default for host memory leaves
     # room for them.
-    reserved = num_parameters * weight_dtype.itemsize if device.memory_stats() else 0
+    reserved = num_bytes(llama) if device.memory_stats() else 0
     plan = plan_pool(
         llama,
         config.cache,
@@ -75,8 +74,9 @@ def _report(path: Path, model_config: "LlamaConfig", engine: options.EngineOptio
     return {
         "path": str(path),
         "config": model_config.to_hf(),
-        "num_parameters": num_parameters,
-        "weight_bytes": {dtype: num_parameters * float_dtype(dtype).itemsize for dtype in options.WEIGHT_DTYPES},
+        "num_parameters": model_config.num_parameters,
+        "weight_bytes": {dtype: weight_bytes(model_config, dtype) for dtype in options.WEIGHT_DTYPES}
+        | {form: weight_bytes(model_config, weight_dtype.name, form) for form in WEIGHT_FORMS},
         "kv_bytes_per_token": {dtype: page_bytes(dtype) / plan.page_size for dtype in PAGE_DTYPES},
         "kv_bytes_per_page": {dtype: page_bytes(dtype) for dtype in PAGE_DTYPES},
         "here": {

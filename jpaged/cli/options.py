@@ -11,6 +11,7 @@ import typer
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.model_bytes import check_weights
 from jpaged.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ MaxModelLen = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(help="Of the weights; by default float32 on CPU, bfloat16 elsewhere.", rich_help_panel=_ENGINE),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 or fp8: the layers' weights take a byte each; by default they are as --dtype says.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 PrefixCache = Annotated[
     bool,
@@ -152,6 +160,7 @@ class EngineOptions:
     num_pages: NumPages = None
     max_model_len: MaxModelLen = None
     dtype: Dtype = None
+    weights: Weights = None
     implementation: Implementation = None
     prefix_cache: PrefixCache = True
     host_pages: HostPages = 0
@@ -168,6 +177,7 @@ class EngineOptions:
         """
         if self.dtype not in (None, *WEIGHT_DTYPES):
             raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+        check_weights(self.weights)
         budget = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs)
         return EngineConfig(
             cache=CacheConfig(
@@ -193,7 +203,7 @@ class EngineOptions:
         config = self.config(max_num_seqs=max_num_seqs, token_buckets=token_buckets)
         from jpaged.llm import LLM
 
-        return LLM(model, dtype=self.dtype, config=config, progress=progress)
+        return LLM(model, dtype=self.dtype, weights=self.weights, config=config, progress=progress)
 
 
 ENGINE_DEFAULTS: Final = EngineOptions()

@@ -35,6 +35,9 @@ def plan(
         float, typer.Option(help="Part of the memory for weights, sampler's state and pages together.")
     ] = CacheConfig.memory_fraction,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    weights: Annotated[
+        str | None, typer.Option(help="int8 or fp8: the layers' weights take a byte each; by default --dtype.")
+    ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of K and V, also int8 and float8_e4m3fn; by default that of the weights.")
     ] = None,
@@ -66,6 +69,7 @@ def plan(
         memory_fraction=memory_fraction,
         page_size=page_size,
         dtype=dtype,
+        weights=weights,
         kv_dtype=kv_dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -95,7 +99,8 @@ def _print_report(report: dict[str, Any]) -> None:
     rows = {
         "memory": format_bytes(report["device_bytes"]),
         f"{100 * report['memory_fraction']:g}% of it": format_bytes(usable),
-        "weights": f"{format_bytes(report['weight_bytes'])}: {report['num_parameters']:,} in {report['dtype']}",
+        "weights": f"{format_bytes(report['weight_bytes'])}: {report['num_parameters']:,} in {report['dtype']}"
+        + (f", the layers' in {report['weights']}" if report["weights"] else ""),
         "sampler's state": f"{format_bytes(report['sampler_bytes'])}: {report['max_num_seqs']:,} sequences",
         "pages": f"{format_bytes(report['pool_bytes'])}: {report['num_pages'] - 1:,} and the null page",
         "tokens that fit": f"{tokens:,}: {size} a page",

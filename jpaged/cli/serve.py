@@ -1,8 +1,8 @@
 """`jpaged serve`."""
 
 import asyncio
-import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
@@ -24,6 +24,28 @@ if TYPE_CHECKING:
 _WHO: Final = "Who is served"
 _LIMITS: Final = "Limits"
 _TLS: Final = "TLS"
+_KEYS_VARIABLE: Final = "JPAGED_API_KEYS"
+# By load format, what makes the engine.
+MAKERS: Final = {"auto": "jpaged.llm:make_engine", "dummy": "jpaged.cli.random_model:make_random_engine"}
+
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        "--load-format",
+        help="auto reads weights; dummy is random ones and a made-up vocabulary, for load tests: MODEL may then be "
+        "a shape too, such as llama-3.1-8b.",
+        rich_help_panel="Engine",
+    ),
+]
+TokenBuckets = Annotated[
+    str | None,
+    typer.Option(
+        "--token-buckets",
+        help="Tokens of the steps that are compiled, such as 64,512: fewer start sooner, and pad more.",
+        rich_help_panel="Engine",
+        show_default="about powers of four",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +57,7 @@ class ServerOptions:
     api_keys: Annotated[
         list[str] | None,
         typer.Option(
-            "--api-key", envvar="JPAGED_API_KEYS", help="Let in who brings it; may be repeated.", rich_help_panel=_WHO
+            "--api-key", envvar=_KEYS_VARIABLE, help="Let in who brings it; may be repeated.", rich_help_panel=_WHO
         ),
     ] = None
     admin_keys: Annotated[
@@ -93,6 +115,10 @@ class ServerOptions:
         """
         from jpaged.server.config import ServerConfig
 
+        if not self.api_keys and not os.environ.get(_KEYS_VARIABLE, "x").strip():  # a secret that did not arrive
+            raise ConfigError(
+                f"{_KEYS_VARIABLE} is set and empty, expected API keys; unset it to serve whoever asks, without keys"
+            )
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("api_keys", "admin_keys", "allowed_origins"):
             given[name] = given[name] or ()
@@ -127,6 +153,8 @@ def serve(
     warmup: Annotated[
         str, typer.Option(help="eager compiles all steps at the start, lazy when they come.", rich_help_panel="Engine")
     ] = "eager",
+    token_buckets: TokenBuckets = None,
+    load_format: LoadFormat = "auto",
     engine_process: Annotated[
         bool,
         typer.Option(
@@ -145,17 +173,69 @@ def serve(
     """
     require_extra()
     config = _engine_config(engine, max_num_seqs, max_num_batched_tokens, policy, warmup)
+    config = with_token_buckets(config, token_buckets)
     served = server.config(names or [model])
+    loading = {"dtype": engine.dtype, "weights": engine.weights, "progress": progress}
+    recipe = {"model": find_model(model, load_format, progress), "config": config, **loading}
+    start(served, recipe, load_format=load_format, own_process=engine_process)
 
+
+def find_model(model: str, load_format: str, progress: bool | None) -> str:
+    """The path of a model, fetched if need be; what it is called, if it is made up.
+
+    Raises:
+      ConfigError: there is no such format.
+      FetchError: there is no such model.
+    """
+    if load_format not in MAKERS:
+        raise ConfigError(f"load_format is {load_format!r}, expected one of {', '.join(MAKERS)}")
+    if load_format == "dummy":
+        from jpaged.model_configs import config_of
+
+        config_of(model)
+        return model
     from jpaged.fetch import fetch
+
+    return f"{fetch(model, progress=progress)}"
+
+
+def with_token_buckets(config: EngineConfig, text: str | None) -> EngineConfig:
+    """The config with the steps that were asked for, if any were.
+
+    Raises:
+      ConfigError: they are no ascending integers, or the last one is too small.
+    """
+    if text is None:
+        return config
+    try:
+        buckets = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"token_buckets is {text!r:.80}, expected integers with commas between them") from None
+    return replace(config, token_buckets=buckets)
+
+
+def start(config: "ServerConfig", recipe: dict[str, Any], *, load_format: str, own_process: bool) -> None:
+    """Serves until it is told to end.
+
+    Args:
+      config: of the server.
+      recipe: options of the engine's maker.
+      load_format: which maker that is, of `MAKERS`.
+      own_process: whether the engine has a process of its own.
+    """
+    from jpaged.engine_host import limit_arenas
     from jpaged.server.log import set_up_logging
     from jpaged.tokenizer import Tokenizer
 
-    path = fetch(model, progress=progress)
-    tokenizer = Tokenizer.load(path)
-    set_up_logging(served.log_level)
-    recipe = {"model": f"{path}", "dtype": engine.dtype, "config": config, "progress": progress}
-    run(serve_engine(served, recipe, tokenizer, own_process=engine_process))
+    limit_arenas()
+    if load_format == "dummy":
+        from jpaged.cli.random_model import random_tokenizer
+
+        tokenizer = random_tokenizer(recipe["model"])
+    else:
+        tokenizer = Tokenizer.load(recipe["model"])
+    set_up_logging(config.log_level)
+    run(serve_engine(config, recipe, tokenizer, maker=MAKERS[load_format], own_process=own_process))
 
 
 def run(server: Coroutine[Any, Any, None]) -> None:
@@ -185,31 +265,32 @@ def _engine_config(
 
 
 async def serve_engine(
-    config: "ServerConfig", recipe: dict[str, Any], tokenizer: "Tokenizer", *, own_process: bool
+    config: "ServerConfig", recipe: dict[str, Any], tokenizer: "Tokenizer", *, maker: str, own_process: bool
 ) -> None:
+    from jpaged.engine_host import freeze_objects
     from jpaged.server import serve as serve_http
 
     def ready(url: str) -> None:
-        gc.collect()
-        gc.freeze()  # what is here now stays: no collection need look at it again
+        freeze_objects()
         _say(f"listening at {url}")
 
-    async with _client(recipe, own_process=own_process) as client:
+    async with _client(recipe, maker, own_process=own_process, log_level=config.log_level) as client:
         _say(_decided(config, client.info))
         await serve_http(config, client, tokenizer, on_ready=ready)
 
 
-def _client(recipe: dict[str, Any], *, own_process: bool) -> "AsyncEngine":
+def _client(recipe: dict[str, Any], maker: str, *, own_process: bool, log_level: str) -> "AsyncEngine":
     from jpaged.async_engine import AsyncEngine
 
     if own_process:
         from jpaged.engine_process import EngineProcess, EngineRecipe
 
-        return AsyncEngine(EngineProcess(EngineRecipe(options=recipe)))
+        log = {"prepare": "jpaged.server.log:set_up_logging", "prepare_options": {"level": log_level}}
+        return AsyncEngine(EngineProcess(EngineRecipe(maker=maker, options=recipe, **log)))
+    from jpaged.engine_host import call
     from jpaged.engine_thread import EngineThread
-    from jpaged.llm import make_engine
 
-    return AsyncEngine(EngineThread(make_engine(**recipe)))
+    return AsyncEngine(EngineThread(call(maker, recipe)))
 
 
 def _say(text: str) -> None:

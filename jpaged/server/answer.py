@@ -35,7 +35,7 @@ def whole_answer(
         "choices": [
             _choice(request, number, output, completion, texts)
             for number, output in enumerate(outputs)
-            for completion in output.completions
+            for completion in _all_answers(output, request.params.n)
         ],
         "usage": usage(
             request.num_prompt_tokens,
@@ -66,6 +66,17 @@ def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+
+
+def _all_answers(output: Output, n: int) -> Sequence[Completion]:
+    """A request that is aborted before its prompt is computed has one answer, whatever n is: the others end with it."""
+    if output.finish_reason != "abort":
+        return output.completions  # a beam search may find fewer
+    begun = {completion.index for completion in output.completions}
+    return [
+        *output.completions,
+        *(Completion(index=i, text="", token_ids=(), finish_reason="abort") for i in range(n) if i not in begun),
+    ]
 
 
 def _choice(

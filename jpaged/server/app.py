@@ -1,5 +1,6 @@
 """`Server`: the ASGI application and what it consists of."""
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from jpaged.server.admission import Admission
 from jpaged.server.api_error import ApiError
 from jpaged.server.body import BodyReader, ClientLeftError
 from jpaged.server.config import ServerConfig
+from jpaged.server.connection import STATE_KEY, Connection
 from jpaged.server.door import Door
 from jpaged.server.door_worker import DoorWorker
 from jpaged.server.generation import Generation
@@ -31,7 +33,7 @@ from jpaged.server.metrics import ServerMetrics
 from jpaged.server.page import page_routes
 from jpaged.server.parameters import Endpoint, Limits
 from jpaged.server.reception import Reception
-from jpaged.server.status_routes import json_response, status_routes
+from jpaged.server.status_routes import status_routes
 from jpaged.server.token_text import TokenTexts
 from jpaged.tokenizer import Tokenizer
 
@@ -133,7 +135,7 @@ class Server:
             with self.admission.place(self._keys.tenant(headers)):
                 body = await self._bodies.read(headers, request.receive)
                 try:
-                    return json_response(await self._reception.read(endpoint, body))
+                    return Response(await self._reception.read(endpoint, body), media_type="application/json")
                 finally:
                     self._bodies.release(len(body))
 
@@ -211,9 +213,11 @@ class _Counted:
                 status = message["status"]
             await send(message)
 
+        connection: Connection | None = scope.get("state", {}).get(STATE_KEY)
         self._metrics.num_active += 1
         try:
-            await self._app(scope, receive, noted)
+            with contextlib.nullcontext() if connection is None else connection.serving():
+                await self._app(scope, receive, noted)
         except ClientLeftError:
             pass
         except Exception as error:

@@ -37,7 +37,8 @@ class ServerConfig:
       max_n: answers to a prompt; never more than the engine runs at once.
       reading_timeout_s: for a large request to be parsed, put through the chat template and tokenized.
       drain_timeout_s: after SIGTERM, requests have so long to end; then they are ended.
-      keep_alive_s: an idle connection is closed after it.
+      keep_alive_s: a connection on which no request comes, or not its whole head, is closed after it.
+      send_timeout_s: a client that reads nothing of its answer for so long is dropped, and its request ends.
       trust_request_chat_template: requests may bring their own chat template. It runs sandboxed and bounded.
       vllm_metric_names: give every metric under `vllm:` too.
       allowed_origins: web pages that may call from a browser (CORS); "*": all.
@@ -70,6 +71,7 @@ class ServerConfig:
     reading_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     keep_alive_s: float = 30.0
+    send_timeout_s: float = 60.0
     trust_request_chat_template: bool = False
     vllm_metric_names: bool = False
     allowed_origins: Sequence[str] = ()
@@ -107,7 +109,7 @@ class ServerConfig:
             raise ConfigError(f"port is {self.port}, expected an integer in [0, 65535]")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {self.host!r}, expected an address")
-        for name in ("body_timeout_s", "reading_timeout_s", "drain_timeout_s", "keep_alive_s"):
+        for name in ("body_timeout_s", "reading_timeout_s", "drain_timeout_s", "keep_alive_s", "send_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
                 raise ConfigError(f"{name} is {value!r}, expected seconds in [0, 86400]")

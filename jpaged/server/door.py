@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jpaged.errors import ChatTemplateError, RequestError
-from jpaged.server.api_error import ApiError, shown
+from jpaged.server.api_error import ApiError, compact_json, shown
 from jpaged.server.generation_request import GenerationRequest, PromptTokens
 from jpaged.server.parameters import (
     Endpoint,
@@ -21,7 +21,7 @@ from jpaged.server.parameters import (
     read_parameters,
     tokenize_parameters,
 )
-from jpaged.server.sampling import sampling_params
+from jpaged.server.sampling import form_name, sampling_params
 from jpaged.tokenizer import Tokenizer
 
 # Tokens of prompts times likeliest tokens of each: what an answer may hold, and what may be written between two events.
@@ -56,7 +56,8 @@ class Door:
         """What a request asks for.
 
         Returns:
-          "completions", "chat": a `GenerationRequest`; "tokenize", "detokenize": the answer, as JSON.
+          "completions", "chat": a `GenerationRequest`; "tokenize", "detokenize": the answer, as the bytes of its JSON,
+          since writing hundreds of thousands of ids takes long too.
 
         Raises:
           ApiError: it is refused.
@@ -155,12 +156,13 @@ class Door:
             prompt_logprobs=values["prompt_logprobs"],
             wants_token_ids=values["return_token_ids"],
             names_token_ids=values["return_tokens_as_token_ids"],
+            form=form_name(values),
             name=values["request_id"],
             priority=values["priority"],
             cache_salt=values["cache_salt"],
         )
 
-    def _tokenize(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _tokenize(self, values: dict[str, Any]) -> bytes:
         if (values["prompt"] is None) == (values["messages"] is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
         text, special = values["prompt"], values["add_special_tokens"]
@@ -171,10 +173,10 @@ class Door:
         if values["return_token_strs"]:
             assert self._tokenizer is not None  # `_encode` had one
             answer["token_strs"] = [self._tokenizer.id_to_token(token) for token in token_ids]
-        return answer
+        return compact_json(answer)
 
-    def _detokenize(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": self._decode(values["tokens"], skip_special_tokens=False)}
+    def _detokenize(self, values: dict[str, Any]) -> bytes:
+        return compact_json({"prompt": self._decode(values["tokens"], skip_special_tokens=False)})
 
     def _render(self, values: dict[str, Any]) -> str:
         """The conversation as the text that the model goes on with."""

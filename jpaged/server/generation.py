@@ -23,9 +23,9 @@ from jpaged.server.generation_request import GenerationRequest
 from jpaged.server.keys import KeyRing, Tenant
 from jpaged.server.live_requests import LiveRequests
 from jpaged.server.log import log_access
-from jpaged.server.merged import merged
+from jpaged.server.merged import merged, opened
 from jpaged.server.reception import Reception
-from jpaged.server.sampling import refusal
+from jpaged.server.sampling import failure, refusal
 from jpaged.server.token_text import TokenTexts
 
 _ENGINE_RETRY_S = 5
@@ -147,7 +147,7 @@ class _Run:
             )
         except (RequestError, EngineFailedError) as error:
             raise self._told(error) from None
-        failed = next((output.error for output in outputs if output.finish_reason == "error"), None)
+        failed = next((output.error for output in outputs if output.error is not None), None)
         if failed is not None:
             raise self._failed(failed)
         if request.wants_logprobs or request.prompt_logprobs is not None:  # may be megabytes
@@ -172,10 +172,23 @@ class _Run:
         Raises:
           ApiError: as `whole`.
         """
-        client, request, streams = self._generation.client, self._request, []
+        client, request = self._generation.client, self._request
         try:
-            for number, prompt in enumerate(request.prompts):
-                streams.append(await client.stream(prompt.token_ids, request.params, **self._options(number)))
+            async with opened(
+                [
+                    client.stream(prompt.token_ids, request.params, **self._options(number))
+                    for number, prompt in enumerate(request.prompts)
+                ]
+            ) as streams:
+                if request.form is None:  # else it may be refused yet, when its form is compiled
+                    await self._begin_events(send)
+                last = await self._send_events(send, streams)
+                await send({"type": "http.response.body", "body": last})
+        except (RequestError, EngineFailedError) as error:
+            raise self._told(error) from None
+
+    async def _begin_events(self, send: Send) -> None:
+        if self.status != 200:
             self.status = 200
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -184,26 +197,24 @@ class _Run:
                 self._id_header(),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            last = await self._send_events(send, streams)
-            await send({"type": "http.response.body", "body": last})
-        except (RequestError, EngineFailedError) as error:
-            raise self._told(error) from None
-        finally:
-            for stream in streams:
-                await stream.aclose()
 
     async def _send_events(self, send: Send, streams: Sequence[RequestStream]) -> bytes:
-        """Sends all events but the last ones, which it returns."""
+        """Sends all events but the last ones, which it returns.
+
+        Raises:
+          ApiError: it failed before the first one.
+        """
         writer = EventWriter(self._request, self._generation.texts, **self._naming)
-        opened: set[int] = set()
+        opened_answers: set[int] = set()
         try:
             async with contextlib.aclosing(merged(streams)) as pieces:
                 async for number, deltas in pieces:
                     if any(delta.finish_reason == "error" for delta in deltas):
-                        return error_events(self._failed(streams[number].error or "the request failed"))
+                        return self._broken(self._failed, streams[number].error or "the request failed")
+                    await self._begin_events(send)
                     written = b""
-                    if number not in opened:
-                        opened.add(number)
+                    if number not in opened_answers:
+                        opened_answers.add(number)
                         writer.num_cached_tokens += streams[number].num_cached_tokens
                         written = writer.opening(number, streams[number].prompt_logprobs)
                         self._first_s = self._first_s or time.monotonic()
@@ -212,24 +223,29 @@ class _Run:
                         await send({"type": "http.response.body", "body": written, "more_body": True})
             return writer.ending()
         except EngineFailedError as error:
-            return error_events(self._told(error))
+            return self._broken(self._told, error)
         finally:
             self._num_output_tokens, self._num_cached_tokens = writer.num_output_tokens, writer.num_cached_tokens
+
+    def _broken(self, told: Callable[[Any], ApiError], error: Any) -> bytes:
+        """The last events of answers that fail; raised instead, if nothing was sent."""
+        has_begun = self.status == 200
+        error = told(error)
+        if not has_begun:
+            raise error
+        return error_events(error)
 
     def _told(self, error: RequestError | EngineFailedError) -> ApiError:
         if isinstance(error, EngineFailedError):
             told = ApiError(503, str(error), retry_after_s=_ENGINE_RETRY_S)
         else:
-            told = refusal(error, self._generation.reception.door.tables[self._request.endpoint])
+            told = refusal(error, self._generation.reception.door.tables[self._request.endpoint], self._request.form)
         self.status = told.status
         return told
 
     def _failed(self, error: str) -> ApiError:
         """What is told of a request that ended with "error"."""
-        # A grammar is compiled once the request was taken; that it cannot be is the client's doing all the same.
-        told = (
-            ApiError(400, error, param="structured_outputs") if error.startswith("structured") else ApiError(500, error)
-        )
+        told = failure(error, self._request.form)
         self.status = told.status
         return told
 

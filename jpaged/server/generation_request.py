@@ -35,6 +35,7 @@ class GenerationRequest:
         (`echo` has them in that of the answers).
       wants_token_ids: give token ids.
       names_token_ids: spell tokens as "token_id:ID".
+      form: the parameter that says which form the answers must have, if one does.
       name: the client's own id of the request.
       priority, cache_salt: see `Request`.
     """
@@ -50,6 +51,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     wants_token_ids: bool = False
     names_token_ids: bool = False
+    form: str | None = None
     name: str | None = None
     priority: int = 0
     cache_salt: str | None = None

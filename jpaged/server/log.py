@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+import threading
 import time
 from typing import Any, Final
 
@@ -25,12 +27,24 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(level: str) -> None:
-    """Sends all loggers to the error stream as JSON lines; the access log too."""
+    """Sends all that is logged, warned of, or raised and caught by nobody to the error stream as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = lambda kind, error, trace: _log_crash("the process", (kind, error, trace))
+    threading.excepthook = lambda crash: _log_crash(
+        f"the thread {crash.thread.name if crash.thread else '?'}",
+        (crash.exc_type, crash.exc_value or crash.exc_type(), crash.exc_traceback),
+    )
+
+
+def _log_crash(what: str, error: Any) -> None:
+    if issubclass(error[0], KeyboardInterrupt | SystemExit):  # no crash: somebody ends it
+        return
+    logging.getLogger("jpaged").critical("%s ended at an exception", what, exc_info=error)
 
 
 def log_access(message: str, **fields: Any) -> None:

@@ -1,10 +1,30 @@
 """Several streams as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 from jpaged.delta import Delta
 from jpaged.engine_client import RequestStream
+
+
+@asynccontextmanager
+async def opened(opening: Sequence[Coroutine[Any, Any, RequestStream]]) -> AsyncIterator[list[RequestStream]]:
+    """Opens streams all at once, so that the engine takes them for one step; whatever happens, they are closed.
+
+    Raises:
+      Exception: what the first one that cannot be opened raises.
+    """
+    tasks = [asyncio.ensure_future(one) for one in opening]
+    try:
+        yield await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for stream in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(stream, BaseException):
+                await stream.aclose()
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, list[Delta]], None]:

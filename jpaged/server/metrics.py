@@ -35,7 +35,7 @@ _COUNTERS: Final = {
     "num_generated_tokens": ("generation_tokens", "Output tokens."),
     "num_steps": ("engine_steps", "Steps of the engine."),
     "num_evicted_pages": ("evicted_pages", "Cached pages that were given out for other contents."),
-    "num_compilations": ("compilations", "Step shapes that were compiled."),
+    "num_compilations": ("compilations", "Programs that were compiled."),
 }
 
 
@@ -57,6 +57,8 @@ def render_metrics(
     report: EngineReport | None,
     server: ServerMetrics,
     *,
+    up: bool,
+    report_age_s: float | None,
     model: str,
     rejections: Counter[str],
     num_at_door: int,
@@ -66,14 +68,24 @@ def render_metrics(
 
     Args:
       info: of the engine; `None` until it was ready for the first time.
-      report: of the engine; `None` while it does not serve.
+      report: of the engine; `None` while it does not serve, or does not answer.
       server: the server's own counters.
+      up: whether the engine serves.
+      report_age_s: how old the report is.
       model: label of every metric of the engine.
       rejections: refused requests, by reason.
       num_at_door: requests that are being read, templated and tokenized.
       vllm_names: every metric under `vllm:` too.
     """
-    families = [*_server_families(server, rejections, num_at_door, up=report is not None)]
+    families = [*_server_families(server, rejections, num_at_door, up=up)]
+    if report_age_s is not None:
+        families.append(
+            GaugeMetricFamily(
+                "engine_report_age_seconds",
+                "How old the engine's figures are: it may be too busy to say.",
+                report_age_s,
+            )
+        )
     if info is not None:
         families.append(_cache_config(info))
     if report is not None:
@@ -163,6 +175,9 @@ def _engine_families(report: EngineReport, model: str) -> Iterator[Metric]:
         yield counter(name, about, getattr(stats, field))
     yield counter("prompt_tokens", "Prompt tokens of requests that ended.", report.num_prompt_tokens)
     yield counter("prompt_tokens_cached", "Those of them found in the prefix cache.", report.num_cached_prompt_tokens)
+    yield counter(
+        "refused_requests", "Requests that were taken and refused for the form of their output.", report.num_refused
+    )
     yield counter("corrupted_requests", "Requests that ended with an error.", report.finished.get("error", 0))
     yield counter("engine_restarts", "Times the engine was replaced after a failure.", report.num_restarts)
     yield gauge("engine_paused", "1 while the engine is paused.", float(report.is_paused))

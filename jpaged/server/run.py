@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -16,11 +17,13 @@ from jpaged.engine_client import EngineClient
 from jpaged.errors import ConfigError
 from jpaged.server.app import Server
 from jpaged.server.config import ServerConfig
+from jpaged.server.connection import Connection
 from jpaged.tokenizer import Tokenizer
 
 _LOGGER: Final = logging.getLogger("jpaged.server")
 _LAST_WORDS_S: Final = 5.0  # for answers to be written once their requests were ended
 _BACKLOG: Final = 2048
+_LEAST_REQUEST_S: Final = 1.0
 
 
 async def serve(
@@ -126,6 +129,12 @@ def _uvicorn_config(config: ServerConfig, app: Any) -> uvicorn.Config:
         made.load()
     except OSError as error:  # `ssl.SSLError` is one
         raise ConfigError(f"the certificate or the key cannot be used: {error}; see --ssl-certfile") from None
+    made.http_protocol_class = functools.partial(  # type: ignore[assignment]  # all that is done with it is to call it
+        Connection,
+        made.http_protocol_class,
+        request_timeout_s=max(config.keep_alive_s, _LEAST_REQUEST_S),
+        send_timeout_s=config.send_timeout_s,
+    )
     return made
 
 

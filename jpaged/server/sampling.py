@@ -1,13 +1,13 @@
 """Parameters of a request -> `SamplingParams`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from jpaged.errors import RequestError
 from jpaged.request import SamplingParams
 from jpaged.server.api_error import ApiError
-from jpaged.structured import StructuredOutput
+from jpaged.structured import TOO_MANY_WAIT, StructuredOutput, is_refusal
 
 # Those that have the same name and meaning in `SamplingParams`.
 _SAME: Final = (
@@ -30,7 +30,8 @@ _SAME: Final = (
     "repetition_penalty",
     "skip_special_tokens",
 )
-_FIRST_NAME: Final = re.compile(r"(?:structured\.)?(\w+)")
+_FIRST_NAME: Final = re.compile(r"\w+")
+_FORM: Final = re.compile(r"^structured\b(?! outputs)")
 
 
 def sampling_params(
@@ -71,13 +72,52 @@ def sampling_params(
             prompt_logprobs=prompt_logprobs,
         )
     except RequestError as error:
-        raise refusal(error, values) from None
+        raise refusal(error, values, form_name(values)) from None
 
 
-def refusal(error: RequestError, values: Mapping[str, Any]) -> ApiError:
-    """What jpaged refuses, as the client is told; `param` is the parameter that the message begins with."""
-    match = _FIRST_NAME.match(str(error))
-    return ApiError(400, str(error), param=match[1] if match and match[1] in values else None)
+def form_name(values: Mapping[str, Any]) -> str | None:
+    """The parameter that says which form the output must have; `None`: it may have any."""
+    if values["structured_outputs"] is not None:
+        return "structured_outputs"
+    wanted = values["response_format"]
+    return "response_format" if wanted is not None and wanted["type"] != "text" else None
+
+
+def refusal(error: RequestError, names: Container[str], form: str | None) -> ApiError:
+    """What jpaged refuses, as the client is told.
+
+    Args:
+      error: its message begins with the name of a field of `SamplingParams`, or with "structured".
+      names: of the endpoint's parameters.
+      form: see `form_name`.
+
+    Example:
+      >>> refusal(RequestError("structured.regex is refused: unclosed group"), (), "structured_outputs").as_dict()
+      {'error': {'message': 'structured_outputs.regex is refused: unclosed group', 'type': 'BadRequestError',
+       'param': 'structured_outputs', 'code': 400}}
+    """
+    message = str(error)
+    if form is not None and is_refusal(message):
+        return ApiError(400, _FORM.sub(form, message), param=form)
+    match = _FIRST_NAME.match(message)
+    return ApiError(400, message, param=match[0] if match and match[0] in names else None)
+
+
+def failure(error: str, form: str | None) -> ApiError:
+    """What is told of a request that ended with "error".
+
+    A form is compiled and followed after the request was taken. That it cannot be is 400 all the same: the same request
+    would end in the same way, and OpenAI's clients send again what ended with 500.
+
+    Args:
+      error: of the `Output`.
+      form: see `form_name`.
+    """
+    if error == TOO_MANY_WAIT:
+        return ApiError(503, error, param=form, retry_after_s=1)
+    if is_refusal(error):
+        return refusal(RequestError(error), (), form)
+    return ApiError(500, error)
 
 
 def _structured(values: Mapping[str, Any]) -> StructuredOutput | None:
@@ -100,5 +140,4 @@ def _structured(values: Mapping[str, Any]) -> StructuredOutput | None:
             return StructuredOutput(json_object=True)
         return None if kind is None else StructuredOutput(json=wanted["json_schema"]["schema"])
     except RequestError as error:
-        name = "structured_outputs" if own is not None else "response_format"
-        raise ApiError(400, str(error).replace("structured", name, 1), param=name) from None
+        raise refusal(error, values, form_name(values)) from None

@@ -1,8 +1,8 @@
 """Routes that say how the server is and what it serves: models, health, load, metrics, the pool."""
 
+import asyncio
 import contextlib
 import time
-from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -10,18 +10,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged import __version__
-from jpaged.engine_client import EngineClient, LiveRequest
+from jpaged.engine_client import EngineClient
 from jpaged.errors import EngineFailedError
 from jpaged.server.admission import Admission
 from jpaged.server.api_error import ApiError, compact_json, shown
 from jpaged.server.config import ServerConfig
-from jpaged.server.keys import KeyRing, Tenant
+from jpaged.server.keys import KeyRing
 from jpaged.server.live_requests import LiveRequests
 from jpaged.server.metrics import CONTENT_TYPE, ServerMetrics, render_metrics
 from jpaged.server.openapi import openapi_document
+from jpaged.server.pool_state import PoolState
 from jpaged.server.reception import Reception
-
-_STATES = bytes.maketrans(bytes(range(5)), b"01234")
+from jpaged.server.shared_answer import SharedAnswer
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -80,13 +80,15 @@ def status_routes(
         return Response(document, media_type="application/json")
 
     async def exposition(request: Request) -> Response:
-        report = info = None
-        with contextlib.suppress(EngineFailedError):  # the rest is told all the same: jpaged:engine_up is 0
-            report, info = await client.report(), client.info
+        report = info = age_s = None
+        with contextlib.suppress(EngineFailedError, ApiError):  # the rest is told all the same
+            (report, age_s), info = await shared_report.get(), client.info
         body = render_metrics(
             info,
             report,
             metrics,
+            up=client.alive,
+            report_age_s=age_s,
             model=config.models[0],
             rejections=admission.rejections,
             num_at_door=reception.num_waiting,
@@ -94,24 +96,21 @@ def status_routes(
         )
         return Response(body, headers={"content-type": CONTENT_TYPE})
 
+    async def read_state() -> PoolState:
+        report, picture = await asyncio.gather(client.report(), client.picture())
+        return await asyncio.to_thread(PoolState, config.models[0], client.info, report, picture)
+
     async def state(request: Request) -> Response:
         tenant = keys.tenant(request.scope["headers"])
         try:
-            report, picture = await client.report(), await client.picture()
+            now, age_s = await shared_state.get()
         except EngineFailedError:
             raise ApiError(503, f"the engine is {client.state}", retry_after_s=5) from None
         shows_all = tenant.is_admin or not config.api_keys
-        return json_response(
-            {
-                "model": config.models[0],
-                "info": asdict(client.info),
-                "stats": asdict(report.stats),
-                "is_paused": report.is_paused,
-                "pages": picture.states.translate(_STATES).decode("ascii"),
-                "requests": [_seen_by(tenant, one, live, shows_all) for one in picture.requests],
-            }
-        )
+        body = now.seen_by(tenant, live, shows_all=shows_all, age_s=age_s)
+        return Response(body, media_type="application/json")
 
+    shared_report, shared_state = SharedAnswer(client.report), SharedAnswer(read_state)
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -123,12 +122,3 @@ def status_routes(
         Route("/metrics", exposition),
         Route("/internal/state", state),
     ]
-
-
-def _seen_by(tenant: Tenant, one: LiveRequest, live: LiveRequests, shows_all: bool) -> dict[str, Any]:
-    """A live request; of other tenants' requests the sizes alone."""
-    owner = live.tenant_of(one.request_id)
-    seen = asdict(one)
-    if not shows_all and (owner is None or owner.name != tenant.name):
-        seen["request_id"] = None
-    return seen

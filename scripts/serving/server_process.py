@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,8 +66,15 @@ def is_fault(line: str) -> bool:
             fields = json.loads(line)
         except ValueError:
             return True
-        return fields.get("level") in _UNEXPECTED or "exception" in fields
+        warned = fields.get("logger") == "py.warnings"
+        return fields.get("level") in _UNEXPECTED or "exception" in fields or warned
     return any(word in line.lower() for word in ("traceback (", "error:", "exception", "warning:", "never awaited"))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 @contextmanager

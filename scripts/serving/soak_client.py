@@ -143,7 +143,7 @@ def _ended(case: Case, answer: Any) -> str:
     if isinstance(case.body, dict) and not case.body.get("best_of"):
         prompt = case.body.get("prompt")
         num_prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list | str) else 1
-        if len(answer["choices"]) != num_prompts * case.body.get("n", 1) and "abort" not in reasons:
+        if len(answer["choices"]) != num_prompts * case.body.get("n", 1):
             raise FaultError(f"{len(answer['choices'])} answers, expected {num_prompts} x {case.body.get('n', 1)}")
     return "aborted" if "abort" in reasons else "answered"
 

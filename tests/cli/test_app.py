@@ -49,6 +49,7 @@ def test_the_command_starts_without_jax() -> None:
         (["generate", "caf\udce9"], 2, "not valid UTF-8 at character 3"),
         (["chat", "--min-p", "2"], 2, "min_p is 2.0"),
         (["generate", "x", "--dtype", "int8"], 2, "dtype is 'int8'"),
+        (["generate", "x", "--weights", "int4"], 2, "weights is 'int4', expected one of int8, fp8"),
         (["info", "--dtype", "float31"], 2, "dtype is 'float31'"),
         (["chat", "--implementation", "cuda"], 2, "implementation is 'cuda'"),
         (["info", "--num-pages", "1"], 2, "num_pages is 1"),

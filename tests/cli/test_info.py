@@ -20,13 +20,16 @@ def test_the_engine_is_as_foretold(jpaged, tiny_folder: Path) -> None:
 
 
 def test_bytes_of_weights_and_pages(jpaged, tiny_folder: Path) -> None:
-    from jpaged.models import load_config
+    from jpaged.models import load_config, load_model
+    from jpaged.models.weights import num_bytes
 
     report = json.loads(jpaged("info", tiny_folder, "--json").stdout)
     assert report["here"]["page_size"] == 16  # which was not asked for
     count = load_config(tiny_folder).num_parameters
     assert report["num_parameters"] == count
-    assert report["weight_bytes"] == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count}
+    quantised = {form: num_bytes(load_model(tiny_folder, weights=form)) for form in ("int8", "fp8")}
+    floats = {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count}
+    assert report["weight_bytes"] == floats | quantised
     values = 2 * 2 * 2 * 8  # K and V, layers, heads, width
     assert report["kv_bytes_per_token"]["float32"] == 4 * values
     assert report["kv_bytes_per_token"]["int8"] == values + 2 * 2 * 2 * 4  # and a scale for each head of K and V

@@ -52,14 +52,20 @@ def test_every_option_counts(jpaged) -> None:
         "--memory-fraction": "0.5",
         "--page-size": "64",
         "--dtype": "float16",
+        "--weights": "fp8",
         "--kv-dtype": "int8",
         "--max-num-seqs": "17",
         "--max-model-len": "2000",
         "--lengths": "hist:1000,200,1;1900,200,2",
     }
+    from jpaged.model_bytes import weight_bytes
+    from jpaged.model_shapes import model_shape
+
     report = planned(jpaged, "llama-3-8b", *(word for option in options.items() for word in option))
     assert (report["device_bytes"], report["memory_fraction"], report["page_size"]) == (80 * 2**30, 0.5, 64)
     assert (report["dtype"], report["kv_dtype"], report["max_num_seqs"]) == ("float16", "int8", 17)
+    assert report["weights"] == "fp8"
+    assert report["weight_bytes"] == weight_bytes(model_shape("llama-3-8b"), "float16", "fp8")
     assert (report["max_model_len"], report["num_requests"], report["num_refused"]) == (2000, 2, 1)
     assert report["bytes_per_page"] == 32 * 64 * 8 * 2 * (128 + 4)
 

@@ -29,6 +29,15 @@ def test_wrong_options_are_refused_before_anything_is_loaded(jpaged, options, wo
     assert words in result.stderr
 
 
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_variable_of_keys_opens_nothing(jpaged, monkeypatch, empty) -> None:
+    monkeypatch.setenv("JPAGED_API_KEYS", empty)
+    result = jpaged("serve", "/nowhere")
+    assert result.exit_code == 2, result.output
+    assert "JPAGED_API_KEYS is set and empty" in result.stderr
+    assert "is set and empty" not in jpaged("serve", "/nowhere", "--api-key", "a-long-key").stderr
+
+
 def test_keys_are_not_shown() -> None:
     from jpaged.cli.serve import ServerOptions
 

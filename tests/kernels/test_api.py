@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 import jpaged.pallas_kernels as kernels
-from jpaged.pallas_kernels import Rope, apply_rope, attend_and_write, paged_attention, plan_attention, write_kv
+from jpaged.pallas_kernels import (
+    Rope,
+    apply_rope,
+    attend_and_write,
+    attend_and_write_qkv,
+    paged_attention,
+    plan_attention,
+    write_kv,
+)
 from jpaged.pallas_kernels.reference import paged_attention_reference
 from tests.arg_specs import ArgSpec, make_inputs
 
@@ -42,6 +50,31 @@ def test_without_rope_nothing_is_rotated() -> None:
     np.testing.assert_array_equal(pages.data[1:], inputs.kv_pages.data[1:])
     expected, _ = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("half", [3, None])
+def test_a_fused_projection_is_the_same_op(half: int | None) -> None:
+    inputs = make_inputs(SPEC)
+    theta = inputs.meta.positions[:, None].astype(jnp.float32) * jnp.array([1.0, 0.1, 0.01])
+    rope = None if half is None else Rope(cos=jnp.cos(theta), sin=jnp.sin(theta))
+    options = {"rope": rope, "sliding_window": 5, "return_lse": True}
+    qkv = jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+    got = jax.jit(partial(attend_and_write_qkv, **options))(qkv, inputs.pages_before, inputs.meta)
+    expected = jax.jit(partial(attend_and_write, **options))(
+        inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), got, expected)
+    parts = jnp.stack([qkv / 4, qkv / 4, qkv / 2])
+    in_parts = jax.jit(partial(attend_and_write_qkv, dtype=jnp.float32, **options))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        in_parts(parts, inputs.pages_before, inputs.meta),
+        expected,
+    )
+    with pytest.raises(ValueError, match="expected a dtype for parts"):
+        attend_and_write_qkv(parts, inputs.pages_before, inputs.meta)
+    with pytest.raises(ValueError, match=r"qkv.shape=\(12, 4, 16\); expected \[T, Hq \+ 2 Hkv, D\]"):
+        attend_and_write_qkv(inputs.q, inputs.pages_before, inputs.meta)
 
 
 def test_implementation_is_honoured() -> None:

@@ -87,6 +87,7 @@ GPU_SPECS = _PLAIN_SPECS + _QUANTIZED_SPECS
 # Those that take another way through the kernel's code, or another tile.
 LOWERED = (
     "decode",
+    "one_long_row",
     "mixed",
     "everything",
     "everything_decode",
@@ -161,12 +162,12 @@ def test_the_copies_of_scales_bring_what_is_read(page_size: int) -> None:
 
 
 @partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
-def _attend(q, kv_pages, meta, **options):
+def attend(q, kv_pages, meta, **options):
     return paged_attention(q, kv_pages, meta, return_lse=True, implementation="mosaic_gpu", **options)
 
 
-def check(inputs: Inputs, spec: ArgSpec) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = _attend(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
+def check(inputs: Inputs, spec: ArgSpec, attend=attend) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = attend(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
     out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
     expected, expected_lse = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
     # The weights, at most 1, are rounded to 16 bits before they meet V (some 4 at most), and the sum is once more.
@@ -192,7 +193,7 @@ def test_equals_reference_and_repeats_bit_by_bit(spec: ArgSpec) -> None:
 @pytest.mark.gpu
 def test_without_log_sum_exps() -> None:
     inputs = make_inputs(GPU_SPECS[4])
-    with_lse, _ = _attend(inputs.q, inputs.kv_pages, inputs.meta)
+    with_lse, _ = attend(inputs.q, inputs.kv_pages, inputs.meta)
     out = jax.jit(partial(paged_attention, implementation="mosaic_gpu"))(inputs.q, inputs.kv_pages, inputs.meta)
     # Two programs: the compiler may contract products and sums differently, which shows in the last bit of bfloat16.
     np.testing.assert_allclose(out.astype(np.float32), with_lse.astype(np.float32), rtol=2**-7, atol=1e-6)

@@ -59,6 +59,9 @@ def test_hopper_runs_the_kernel_on_pages_that_it_takes() -> None:
         q = jax.ShapeDtypeStruct((1, 65, 64), jnp.bfloat16)
         with pytest.raises(NotImplementedError, match="65 over 1"):
             resolve_implementation("mosaic_gpu", spec=PAGES, q=q)
+        q = jax.ShapeDtypeStruct((1 << 20, 32, 64), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match=r"less than 2\*\*31 values; these are 1048576 x 32 x 64"):
+            resolve_implementation("mosaic_gpu", spec=PAGES, q=q)
         assert resolve_implementation()[0] == "xla"  # which runs whatever comes
 
 

@@ -15,7 +15,7 @@ from jpaged.pallas_kernels import gpu_plan as plan
 from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, fit_stages, shape_objection
 from jpaged.pallas_kernels.xla_plan import plan_xla
 
-BLOCK, PAGE, HEADS, WORKERS = 64, 16, 3, 24
+BLOCK, HEADS, GROUP, WORKERS = 64, 3, 4, 24
 ROWS, TOKENS = 6, 90
 
 
@@ -38,8 +38,8 @@ def _work_list(meta: PagedMetadata, tokens: int, window: int | None, workers: in
     return plan.make_work_list(
         meta,
         meta.cu_q_lens[1:] - meta.cu_q_lens[:-1],
-        page_size=PAGE,
         num_kv_heads=HEADS,
+        group=GROUP,
         tokens=tokens,
         sliding_window=window,
         block_kv=BLOCK,
@@ -87,7 +87,6 @@ def check(
             assert record[plan.ROW] == row
             assert record[plan.NUM_TOKENS] == count
             assert record[plan.POSITION] == position
-            assert record[plan.LAST_PAGE] == (position + count - 1) // PAGE
             assert record[plan.LIVE_TOKENS] == meta.cu_q_lens[-1]
             assert record[plan.NUM_BLOCKS] >= 1
             pieces.setdefault((record[plan.TOKEN], record[plan.HEAD]), []).append((worker, record))
@@ -101,10 +100,12 @@ def check(
             blocks += [record[plan.KV_START] + n * BLOCK for n in range(record[plan.NUM_BLOCKS])]
             assert record[plan.PIECES] == len(found)
             assert record[plan.FIRST_WORKER] + nth == worker
+            assert record[plan.SHARED_PIECES] == 0
             if len(found) > 1:
-                assert record[plan.SLOT] == 2 * worker + (nth == 0)
-                assert record[plan.SLOT] not in slots
-                slots.add(record[plan.SLOT])
+                slot = 2 * worker + (nth == 0)
+                assert record[plan.FIRST_RESULT] == (2 * record[plan.FIRST_WORKER] + 1) * tokens * GROUP
+                assert slot not in slots
+                slots.add(slot)
         assert blocks == units[key][3]
     return loads
 

@@ -1,5 +1,6 @@
 """The prefill kernel: lowered for CUDA anywhere, compared with the dense reference where a Hopper GPU is."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels import paged_attention
-from jpaged.pallas_kernels.prefill_tuning_gpu import choose_prefill_blocks, fills_the_chip
+from jpaged.pallas_kernels.prefill_tuning_gpu import choose_prefill_blocks, fills_the_chip, has_prefill_tiles
 from jpaged.pallas_kernels.reference import paged_attention_reference
-from tests.arg_specs import ArgSpec, make_inputs
+from tests.arg_specs import ArgSpec, Inputs, make_inputs
 from tests.kernels.hlo import pool_copies
 from tests.kernels.test_decode_gpu import abstract_hopper, layers, needs_jax_011
 
@@ -33,16 +34,21 @@ def spec(name: str, **changes) -> ArgSpec:
     return ArgSpec(name, **{**_CHUNKS, **changes})
 
 
+_INT8, _FLOAT8 = ({"page_dtype": dtype} for dtype in ("int8", "float8_e4m3fn"))
+_EVERYTHING = {"scale": 0.3, "sliding_window": 70, "soft_cap": 4.0, "sinks": True}
 PREFILL_SPECS = (
     spec("mixed"),
     spec("no_decode_rows", q_lens=(250, 130, 67), kv_lens=(250, 1000, 68)),
     spec("decode_rows_among_more_tokens", q_lens=(1,) * 9, kv_lens=(1, 15, 16, 17, 200, 1500, 2, 3, 4), pad_tokens=400),
+    spec(
+        "short_chunk_of_a_long_row", q_lens=(1, 16, 300), kv_lens=(9, 8000, 300), pad_tokens=120
+    ),  # by decode's kernel
     spec("window", sliding_window=100),
     spec("window_of_one", sliding_window=1),
     spec("window_of_some_blocks", sliding_window=300),
     spec("soft_cap", soft_cap=3.0),
     spec("sinks", sinks=True),
-    spec("everything", scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
+    spec("everything", **_EVERYTHING),
     spec("large_scores", scale=8.0),
     spec("float16", dtype="float16", page_dtype="float16"),
     spec("head_dim_64", head_dim=64, num_heads=64, num_kv_heads=16),
@@ -56,14 +62,28 @@ PREFILL_SPECS = (
     spec("page_of_24", page_size=24),
     spec("page_of_128", page_size=128, sliding_window=100),
     spec("page_of_256", page_size=256),
+    spec("int8", **_INT8),
+    spec("float8", **_FLOAT8),
+    spec("int8_everything", **_INT8, **_EVERYTHING),
+    spec("float8_everything", **_FLOAT8, **_EVERYTHING),
+    spec("float8_window_of_some_blocks", **_FLOAT8, sliding_window=300),
+    spec("int8_for_float16", **_INT8, dtype="float16"),
+    spec("float8_for_float16", **_FLOAT8, dtype="float16"),
+    spec("int8_head_dim_64", **_INT8, head_dim=64, num_heads=64, num_kv_heads=16),
+    spec("float8_head_dim_96", **_FLOAT8, head_dim=96),
+    spec("int8_page_of_8", **_INT8, page_size=8),
+    spec("float8_page_of_24", **_FLOAT8, page_size=24),
+    spec("float8_page_of_128", **_FLOAT8, page_size=128, sliding_window=100),
 )
 # Those that take another way through the kernel's code, or another tile.
-LOWERED = ("everything", "head_dim_256")
+LOWERED = ("everything", "head_dim_256", "float8_everything")
 
 
 def test_the_shapes_are_those_of_the_prefill_kernel() -> None:
     for spec in PREFILL_SPECS:
-        blocks, group = choose_prefill_blocks(spec.head_dim, 132), spec.num_heads // spec.num_kv_heads
+        itemsize, group = spec.page_spec.dtype.itemsize, spec.num_heads // spec.num_kv_heads
+        blocks = choose_prefill_blocks(spec.head_dim, 132, itemsize)
+        assert has_prefill_tiles(spec.head_dim, itemsize), spec.name
         assert spec.num_tokens > len(spec.q_lens) + spec.pad_rows, spec.name
         assert fills_the_chip(spec.num_tokens, group, spec.num_kv_heads, blocks), spec.name
 
@@ -116,6 +136,29 @@ def test_equals_reference_and_repeats_bit_by_bit(spec: ArgSpec) -> None:
     live = sum(spec.q_lens)
     assert (out[live:] == 0).all()
     assert np.isneginf(lse[live:]).all()
+
+
+def _all_codes(mask: int, value_scale: float) -> Inputs:
+    """Pages of float8_e4m3fn whose values are random bits of `mask`, but no NaN."""
+    shape = spec("codes", **_FLOAT8, q_lens=(250, 130, 67), kv_lens=(250, 1000, 68))
+    inputs = make_inputs(shape)
+    pages = inputs.kv_pages
+    codes = np.random.default_rng(0).integers(0, 256, pages.data.shape).astype(np.uint8) & mask
+    codes = np.where(codes & 0x7F == 0x7F, codes & 0xFE, codes).astype(np.uint8)
+    scales = np.full((pages.spec.num_pages, shape.num_kv_heads, 2, shape.page_size), value_scale, np.float32)
+    scales[:, :, 0] = 1e-3
+    data = jnp.asarray(codes.view(jnp.float8_e4m3fn))
+    pages = dataclasses.replace(pages, data=data, scales=jnp.asarray(scales.reshape(pages.spec.scales_shape)))
+    return dataclasses.replace(inputs, kv_pages=pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mask", "value_scale"), [(0xFF, 0.01), (0x87, 64.0)], ids=["all", "subnormal"])
+def test_every_float8_is_converted(mask: int, value_scale: float) -> None:
+    inputs = _all_codes(mask, value_scale)
+    out, _ = _attend(inputs.q, inputs.kv_pages, inputs.meta)
+    expected, _ = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=4 * 2**-9)
 
 
 @pytest.mark.gpu

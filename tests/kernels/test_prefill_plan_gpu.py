@@ -6,12 +6,18 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata
 from jpaged.pallas_kernels import prefill_plan_gpu as plan
-from jpaged.pallas_kernels.prefill_tuning_gpu import choose_prefill_blocks, fills_the_chip, tile_tokens
+from jpaged.pallas_kernels.prefill_tuning_gpu import (
+    choose_prefill_blocks,
+    fills_the_chip,
+    has_prefill_tiles,
+    tile_tokens,
+)
 from tests.kernels.test_gpu_plan import metadata
 
 BLOCK, PAGE, HEADS, ROWS, TOKENS = 128, 16, 3, 6, 90
@@ -45,9 +51,8 @@ def expected_units(meta: PagedMetadata, rows: list[int], tokens: int, window: in
             stop = position + count
             start = 0 if window is None else max(position - window + 1, 0) // BLOCK * BLOCK
             blocks = -(-(stop - start) // BLOCK)
-            units += [
-                (head, token, count, position, row, start, blocks, (stop - 1) // PAGE, kv_lens[row]) for head in heads
-            ]
+            last_page = min((stop - 1) // PAGE, meta.page_table.shape[1] - 1)
+            units += [(head, token, count, position, row, start, blocks, last_page, kv_lens[row]) for head in heads]
     return units
 
 
@@ -69,15 +74,46 @@ def test_every_unit_once_and_in_order(lengths: list[tuple[int, int]], num_decode
     assert (records[len(units) :, [plan.NUM_TOKENS, plan.NUM_BLOCKS]] == 0).all()
 
 
-def test_tiles_fit_into_shared_memory_and_registers() -> None:
-    for head_dim in (64, 96, 128, 256):
-        blocks = choose_prefill_blocks(head_dim, 132)
-        queries = 64 * blocks.consumers * blocks.query_buffers
-        assert (queries + 2 * blocks.stages * blocks.block_kv) * 2 * head_dim <= 227 * 1024 - 8192
-        assert blocks.stages >= 2
-        # Scores and outputs in 32 bits, weights in 16: what a thread of a 64-row product keeps of them.
-        registers = (blocks.block_kv + head_dim) / 2 + blocks.block_kv / 4
-        assert registers <= {2: 240 - 64, 3: 160 - 32}[blocks.consumers]
+@pytest.mark.parametrize(("head_dim", "itemsize"), list(product((64, 96, 128, 256), (1, 2))))
+def test_tiles_fit_into_shared_memory_and_registers(head_dim: int, itemsize: int) -> None:
+    if not has_prefill_tiles(head_dim, itemsize):
+        assert (head_dim, itemsize) == (256, 1)
+        return
+    blocks = choose_prefill_blocks(head_dim, 132, itemsize)
+    queries, tokens = 64 * blocks.consumers * blocks.query_buffers, 2 * blocks.block_kv
+    raw_bytes = tokens * blocks.raw_stages * head_dim + (blocks.stages + 1) * tokens * 4 if itemsize == 1 else 0
+    assert (queries + blocks.stages * tokens) * 2 * head_dim + raw_bytes <= 227 * 1024 - 8192
+    assert blocks.stages >= 2
+    # Scores and outputs in 32 bits, weights in 16: what a thread of a 64-row product keeps of them.
+    registers = (blocks.block_kv + head_dim) / 2 + blocks.block_kv / 4
+    of_a_thread = {(2, 2): 240 - 64, (3, 2): 160 - 32, (2, 1): 208 - 64}
+    assert registers <= of_a_thread[blocks.consumers, itemsize]
+
+
+def _split(q_lens: list[int], kv_lens: list[int], window: int | None = None) -> list[bool]:
+    meta = metadata(q_lens, kv_lens)
+    rows = plan.rows_to_split(
+        meta,
+        meta.cu_q_lens[1:] - meta.cu_q_lens[:-1],
+        num_kv_heads=8,
+        tokens=32,
+        split_tokens=2,
+        sliding_window=window,
+        block_kv=BLOCK,
+        multiprocessors=132,
+    )
+    return rows.tolist()[: len(q_lens)]
+
+
+def test_short_chunks_of_long_rows_are_split() -> None:
+    assert _split([16], [100_000]) == [True]
+    assert _split([16, 60], [100_000, 60]) == [True, False]
+    assert _split([17], [100_000]) == [False]  # too many of the decode kernel's tiles
+    assert _split([16, 16], [100_000, 100_000]) == [False, False]  # so are these together
+    assert _split([8, 8], [100_000, 100_000]) == [True, True]
+    assert _split([16] * 6, [100_000] * 6) == [False] * 6
+    assert _split([16], [100_000], window=100) == [True]  # which is short then, and still all that there is
+    assert _split([0, 0], [100_000, 5]) == [False, False]
 
 
 def test_a_step_is_run_by_tiles_if_there_are_enough() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels import KVPages, attend_and_write, plan_attention, write_kv
+from jpaged.pallas_kernels import KVPages, attend_and_write, attend_and_write_qkv, plan_attention, write_kv
 from jpaged.pallas_kernels.compat import jax_version
 from jpaged.pallas_kernels.kv_write import write_kv_xla
 from jpaged.pallas_kernels.rope import Rope, apply_rope
@@ -21,7 +21,7 @@ if jax_version() < (0, 11):
     pytest.skip("the kernel needs jax 0.11", allow_module_level=True)
 
 from jpaged.pallas_kernels import write_gpu
-from jpaged.pallas_kernels.write_rows_gpu import Heads, RegisterRows, Tile
+from jpaged.pallas_kernels.write_rows_gpu import RegisterRows, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +118,47 @@ def test_the_interpreter_refuses_the_registers(monkeypatch: pytest.MonkeyPatch) 
         rotate_and_write(inputs, None, interpret_params())
 
 
-def test_heads_are_read_at_offsets_of_a_fused_projection() -> None:
-    """A projection of q, k and v in one needs no slices: its columns are named."""
-    inputs, rope = make_inputs(CASES[3].spec), CASES[3].rope
-    spec, heads = inputs.kv_pages.spec, (Heads(9), Heads(3, 9 * 64), Heads(3, 12 * 64))
-    assert rope is not None
-    fused = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (inputs.q, inputs.k, inputs.v)], axis=1)
+def fused(inputs: Inputs) -> jax.Array:
+    return jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("q_lens", [(1, 1, 3), (1,)], ids=["mixed", "a_token_alone"])
+def test_heads_are_read_at_offsets_of_a_fused_projection(q_lens: tuple[int, ...], parts: int) -> None:
+    """A projection of q, k and v in one needs no slices: its columns are named; and parts of one are added up."""
+    spec = dataclasses.replace(CASES[3].spec, q_lens=q_lens, kv_lens=(1, 16, 18)[: len(q_lens)], pad_tokens=0)
+    one = Case(spec, CASES[3].half)
+    inputs = make_inputs(spec)
+    qkv, dtype = (fused(inputs), None) if parts == 1 else (jnp.stack([fused(inputs) / 2] * 2), jnp.float32)
     with no_races():
-        q, data, _ = jax.block_until_ready(
-            write_gpu.write(
-                *(fused, fused, fused, rope.cos, rope.sin, inputs.meta.slot_mapping, inputs.pages_before.data, None),
-                spec=spec,
-                heads=heads,
-                interpret=interpret_params(),
+        q, kv_pages = jax.block_until_ready(
+            write_gpu.rotate_and_write_qkv_gpu(
+                qkv, inputs.pages_before, inputs.meta, one.rope, dtype=dtype, interpret=interpret_params()
             )
         )
-    expected_q, expected_pages = expected(inputs, rope)
-    assert_equal_bits(q.reshape(expected_q.shape), expected_q)
-    assert_equal_bits(data[1:], expected_pages.data[1:])
+    expected_q, expected_pages = expected(inputs, one.rope)
+    assert_equal_bits(q, expected_q)
+    assert_equal_bits(kv_pages.data[1:], expected_pages.data[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_fused_projection_goes_into_the_kernel_as_it_is(tokens: int) -> None:
+    """Nothing is cut off before the kernel, for a token alone neither; and parts are not added up before it."""
+    spec = dataclasses.replace(CASES[0].spec, q_lens=(1,) * tokens, kv_lens=(9,) * tokens, pad_rows=0, pad_tokens=0)
+    inputs, rope = make_inputs(spec), Case(spec, CASES[0].half).rope
+
+    def layer(qkv, kv_pages, meta):
+        meta = plan_attention(meta, kv_pages.spec)
+        dtype = jnp.bfloat16 if qkv.ndim == 4 else None
+        return attend_and_write_qkv(qkv, kv_pages, meta, rope=rope, dtype=dtype)
+
+    for qkv in (fused(inputs), jnp.stack([fused(inputs).astype(jnp.float32)] * 4)):
+        text = lowered(layer, qkv, inputs.pages_before, inputs.meta)
+        writer = text[text.index("func.func private @write") :]
+        call = next(line for line in writer.splitlines() if "custom_call @mosaic_gpu" in line)
+        columns = f"{8 * 128}xbf16" if qkv.ndim == 3 else f"{8 * 128}xf32"
+        assert call.count(f"tensor<{qkv.size // 1024}x{columns}>") == 3
+        assert "stablehlo.scatter" not in text
 
 
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (96, 48), (128, 64), (256, 128), (64, 16), (80, 40), (12, 2)])
@@ -236,3 +259,20 @@ def test_the_pool_is_not_copied(case: Case) -> None:
     compiled = jax.jit(layers, donate_argnums=3).lower(*arguments).compile()
     assert pool_copies(compiled, inputs.kv_pages.spec) == []
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 4])
+@params(argvalues=[c for c in DEVICE_CASES if c.half not in (None, 3)])
+def test_a_fused_projection_equals_xla(case: Case, parts: int) -> None:
+    inputs = make_inputs(case.spec)
+    qkv, dtype = fused(inputs), None
+    if parts > 1:  # quarters are exact
+        qkv, dtype = jnp.stack([qkv.astype(jnp.float32) / parts] * parts), qkv.dtype
+    op = jax.jit(write_gpu.rotate_and_write_qkv_gpu, static_argnames="dtype")
+    q, kv_pages = op(qkv, inputs.pages_before, inputs.meta, case.rope, dtype=dtype)
+    expected_q, expected_pages = expected(inputs, case.rope)
+    live = sum(case.spec.q_lens)
+    assert_equal_bits(q[:live], expected_q[:live])
+    for got, want in zip(*map(jax.tree.leaves, (kv_pages, expected_pages)), strict=True):
+        assert_equal_bits(got[1:], want[1:])

@@ -113,8 +113,7 @@ class FakeStream:
         if self._client.failure:
             raise EngineFailedError(self._client.failure)
         if self._client.fails_next:
-            self._client.fails_next = False
-            self.error = "the model produced NaN"
+            self.error, self._client.fails_next = self._client.fails_next, ""
             self._end("error")
             return [Delta(0, "", (), None, "error")]
         deltas = (
@@ -143,7 +142,7 @@ class FakeClient:
         self.tokenizer, self.info = tokenizer, INFO
         self.state: EngineState = "ready"
         self.failure: str | None = None
-        self.fails_next = False
+        self.fails_next = ""  # the error of whatever comes next
         self.is_paused = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -231,6 +230,7 @@ class FakeClient:
             finished=self.finished,
             num_prompt_tokens=7,
             num_cached_prompt_tokens=3,
+            num_refused=0,
             num_restarts=0,
             is_paused=self.is_paused,
         )
@@ -245,6 +245,7 @@ class FakeClient:
                 num_output_tokens=1,
                 num_preemptions=0,
                 age_s=0.0,
+                num_pages=1,
                 pages=((1,),),
             )
             for name in self.live

@@ -231,3 +231,50 @@ def test_events_joined_are_the_whole_answer(server, body) -> None:
         for name in ("text", "finish_reason", "stop_reason"):
             assert one[name] == choice[name]
         assert one["tokens"] == (choice["logprobs"] or {}).get("tokens", [])
+
+
+def test_prompts_of_one_stream_are_taken_for_one_step() -> None:
+    from jpaged.async_engine import AsyncEngine
+    from jpaged.engine_thread import EngineThread
+    from tests.fake_engine import FakeEngine
+    from tests.server.running import running
+
+    seen: list[int] = []
+
+    async def make() -> AsyncEngine:
+        client = AsyncEngine(
+            EngineThread(FakeEngine(step_s=0.01, on_step=lambda engine: seen.append(len(engine.live))))
+        )
+        await client.start()
+        return client
+
+    with running(make, None) as server:
+        body = {"prompt": [[i, 1] for i in range(40)], "max_tokens": 3, "stream": True}
+        pieces = events(server.http.post("/v1/completions", json=body))
+        assert {choice["index"] for piece in pieces for choice in piece["choices"]} == set(range(40))
+        assert len(seen) <= 5  # and not 42
+        body["prompt"][7] = [13]  # which this engine cannot take: none of the others is left behind
+        assert server.http.post("/v1/completions", json=body).status_code == 500
+        server.wait_until(lambda: server.client.num_live == 0)
+
+
+def test_an_aborted_request_has_all_its_answers() -> None:
+    from jpaged.request import Completion, Output, SamplingParams
+    from jpaged.server.answer import whole_answer
+    from jpaged.server.generation_request import GenerationRequest, PromptTokens
+    from jpaged.server.token_text import TokenTexts
+
+    request = GenerationRequest(
+        endpoint="completions",
+        prompts=(PromptTokens(token_ids=(1,)),),
+        params=SamplingParams(n=3, temperature=1.0, logprobs=0),
+        wants_logprobs=True,
+    )
+    first = Completion(index=0, text="", token_ids=(), finish_reason="abort")
+    output = Output(request_id="a", prompt=None, prompt_token_ids=(1,), completions=(first,), finished=True)
+    answer = whole_answer(request, [output], TokenTexts(None), answer_id="a", created=0, model="m")
+    assert [(choice["index"], choice["finish_reason"]) for choice in answer["choices"]] == [
+        (0, "abort"),
+        (1, "abort"),
+        (2, "abort"),
+    ]

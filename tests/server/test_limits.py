@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from jpaged.server.shared_answer import FRESH_S
+from jpaged.structured import DEAD_END, FORM_FAILED, FORM_TOO_COMPLEX, TOO_MANY_WAIT
 from tests.server.running import PATIENCE_S, events
 
 TEXT = {"prompt": "ab", "max_tokens": 4}
@@ -59,6 +61,7 @@ def test_nobody_sees_the_ids_of_others(keyed) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(keyed.http.post, PATH, json=TEXT | {"request_id": "mine"}, headers=bearer("first-key"))
         keyed.wait_until(lambda: keyed.client.num_live == 1)
+        time.sleep(FRESH_S)  # another test may have looked just before
         seen = {
             key: keyed.http.get("/internal/state", headers=bearer(key)).json()["requests"][0]["request_id"]
             for key in ("first-key", "second-key", "admin-key")
@@ -176,17 +179,70 @@ def test_a_client_that_leaves_ends_its_requests(server, stream, prompt) -> None:
     assert server.client.finished["abort"] == before + count
 
 
+def test_who_sends_no_request_and_who_reads_nothing_is_dropped(start, monkeypatch) -> None:
+    from jpaged.server import run
+
+    def listen(config, listen=run._listen):
+        listener = listen(config)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(run, "_listen", listen)
+    monkeypatch.setattr(run, "_LEAST_REQUEST_S", 0.1)
+    with start(keep_alive_s=0, send_timeout_s=0.1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHos"):
+            with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+                connection.sendall(sent)
+                assert connection.recv(1) == b""
+        body = json.dumps(TEXT | {"stream": True, "n": 8, "max_tokens": 250, "logprobs": 5, "temperature": 1}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            server.wait_until(lambda: server.client.num_live == 1)
+            server.wait_until(lambda: server.client.num_live == 0)
+        assert server.client.finished == {"abort": 1}
+        assert server.http.post(PATH, json=TEXT).status_code == 200
+
+
 # --- engines that fail ------------------------------------------------------------------------------------------------
 def test_a_failed_request(server) -> None:
-    server.client.fails_next = True
+    server.client.fails_next = "the model produced NaN"
     response = server.http.post(PATH, json=TEXT)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the model produced NaN"
-    server.client.fails_next = True
+    server.client.fails_next = "the model produced NaN"
     response = server.http.post(PATH, json=TEXT | {"stream": True})
     assert response.status_code == 200
     assert [event["error"]["code"] for event in events(response)] == [500]
     assert server.http.post(PATH, json=TEXT).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        ("structured.regex is refused: no", 400, "structured_outputs.regex is refused: no"),
+        (DEAD_END, 400, DEAD_END),
+        (f"{FORM_TOO_COMPLEX}: states", 400, f"{FORM_TOO_COMPLEX}: states"),
+        (TOO_MANY_WAIT, 503, TOO_MANY_WAIT),
+        (f"{FORM_FAILED} (regex): x", 500, f"{FORM_FAILED} (regex): x"),
+    ],
+)
+def test_a_form_that_cannot_be_compiled_or_followed(server, error, status, words) -> None:
+    """Whose fault it is decides: OpenAI's clients send again what ended with 500."""
+    body = TEXT | {"structured_outputs": {"regex": "a"}}
+    for stream in (False, True):  # nothing of the answer was sent yet
+        server.client.fails_next = error
+        response = server.http.post(PATH, json=body | {"stream": stream})
+        told = response.json()["error"]
+        assert (response.status_code, told["code"], told["message"]) == (status, status, words)
+        assert told["param"] == (None if status == 500 else "structured_outputs")
+        assert ("retry-after" in response.headers) == (status == 503)
+    server.client.fails_next = error
+    body = TEXT | {"response_format": {"type": "json_object"}}
+    assert server.http.post(PATH, json=body).json()["error"]["param"] == (None if status == 500 else "response_format")
 
 
 def test_a_failed_engine(start) -> None:

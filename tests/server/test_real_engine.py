@@ -150,5 +150,7 @@ def test_structured_outputs(real, client) -> None:
     (choice,) = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "[ab]{3}x"}}).choices
     assert re.fullmatch("[ab]{3}x", choice.text)
     assert choice.finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match=r"structured\.regex is refused"):
-        client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "(("}})
+    for stream in (False, True):  # before the first event, so by its status
+        with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.regex is refused") as refused:
+            client.completions.create(**asked, stream=stream, extra_body={"structured_outputs": {"regex": "(("}})
+        assert refused.value.param == "structured_outputs"

@@ -53,5 +53,13 @@ def test_what_is_ignored_or_refused() -> None:
 def test_every_setting_is_an_option() -> None:
     from jpaged.cli.serve import ServerOptions
 
-    constant = {"models", "body_timeout_s", "max_prompts", "max_n", "reading_timeout_s", "keep_alive_s"}
+    constant = {
+        "models",
+        "body_timeout_s",
+        "max_prompts",
+        "max_n",
+        "reading_timeout_s",
+        "keep_alive_s",
+        "send_timeout_s",
+    }
     assert {field.name for field in fields(ServerConfig)} - constant == {field.name for field in fields(ServerOptions)}

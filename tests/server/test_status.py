@@ -101,6 +101,7 @@ def test_picture_of_the_pool(server) -> None:
     assert state["pages"] == "41230"
     assert (state["model"], state["info"]["page_size"], state["stats"]["num_pages"]) == ("tiny", 16, 65)
     assert state["requests"] == []
+    assert 0 <= state["age_s"] < 60
 
 
 def test_openapi_document_names_every_parameter(server) -> None:

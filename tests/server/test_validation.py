@@ -229,3 +229,15 @@ def test_wrong_models_paths_and_methods(server) -> None:
     response = server.http.get(COMPLETIONS)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json()["error"]["type"] == "MethodNotAllowedError"
+
+
+def test_what_the_engine_refuses_names_the_parameter() -> None:
+    from jpaged.errors import RequestError
+    from jpaged.server.sampling import refusal
+
+    no_end = RequestError("structured outputs end with an end-of-sequence id, this engine has none")
+    for form in ("response_format", "structured_outputs"):
+        told = refusal(no_end, {"temperature"}, form)
+        assert (told.param, told.message) == (form, f"{no_end}")
+    assert refusal(RequestError("temperature is 9"), {"temperature"}, None).param == "temperature"
+    assert refusal(RequestError("this engine has no such thing"), {"temperature"}, None).param is None

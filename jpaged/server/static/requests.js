@@ -47,8 +47,7 @@ export class Requests {
       const { cells, button } = this.#rows.get(request.key);
       if (button.textContent !== request.name) button.textContent = request.name;
       const preempted = request.num_preemptions ? `, preempted ${request.num_preemptions}×` : "";
-      const numPages = new Set(request.pages.flat()).size;
-      const values = [request.status + preempted, request.num_prompt_tokens, request.num_output_tokens, numPages, `${request.age_s.toFixed(1)} s`];
+      const values = [request.status + preempted, request.num_prompt_tokens, request.num_output_tokens, request.num_pages, `${request.age_s.toFixed(1)} s`];
       values.forEach((value, index) => (cells[index].textContent = value));
     }
     const hidden = requests.length - shown.length;

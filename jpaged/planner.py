@@ -1,0 +1,182 @@
+"""`Planner`: which sequences take part in the next step, with how many tokens, and on which pages.
+
+Continuous batching without phases: the KV of each sequence (`num_computed_tokens`) chases its tokens (`num_tokens`),
+and each plan spends one budget of tokens, in three passes, each in the order of service:
+
+    1. sequences that lack one token: a token each, so that a long prompt never makes them wait
+    2. sequences that lack more: a chunk each
+    3. what is left admits groups: first those that were preempted, then waiting ones
+
+The order of service is the order of arrival, or that of aged priorities. If pages run out, the last group in that order
+is preempted, as a whole, and comes back before anybody new: then nobody is admitted who would take its pages. A group
+that does not fit may be passed by a bounded number of younger ones. A group that was computed twice is not made to do
+it again while others can go on: who lacks its pages waits. The first group is never preempted, and alone it always
+fits; so every plan without results in flight makes progress.
+"""
+
+import numpy as np
+
+from jpaged.beam_steps import BeamSteps
+from jpaged.config import SchedulerConfig
+from jpaged.group_queues import GroupQueues
+from jpaged.memory_manager import MemoryManager
+from jpaged.plan_rows import PlanRows
+from jpaged.running_table import RunningRows
+from jpaged.sequence import LIMIT, NUM_COMPUTED, NUM_TOKENS, WRITABLE_END, Sequence, SequenceGroup, SequenceStatus
+from jpaged.step_plan import StepPlan
+
+RUNNING = SequenceStatus.RUNNING
+
+
+class Planner:
+    """Makes the plans of a `Scheduler`.
+
+    Args:
+      config: the budget of a step.
+      memory: where pages come from.
+      queues: all groups.
+      beams: told of beams that are computed again.
+      chunk: tokens of a sequence in one step at the most.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, memory: MemoryManager, queues: GroupQueues, beams: BeamSteps, *, chunk: int
+    ) -> None:
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._memory = memory
+        self._queues = queues
+        self._beams = beams
+        self._chunk = chunk
+        self._page_size = memory.allocator.page_size
+
+    def plan(self) -> StepPlan | None:
+        """The next step; as `Scheduler.plan`."""
+        queues = self._queues
+        rows = PlanRows(queues.table, self._max_num_tokens)
+        self._memory.start_plan()
+        self._fill(rows)
+        while not rows and len(queues.running) > 1 and not any(map(_awaits, queues.running_rows.seqs)):
+            self._preempt(queues.victim_of_all(), rows)  # they all waited for each other's pages
+            self._fill(rows)
+        transfers = self._memory.take_transfers()
+        return rows.build(transfers) if rows or any(transfers) else None
+
+    def _fill(self, rows: PlanRows) -> None:
+        """Plans rows, in the three passes described at the top."""
+        running, lacking = self._queues.running_rows, list[Sequence]()
+        decodes = self._decode_at_once(running)
+        rows.decode(running, decodes)
+        if np.count_nonzero(decodes) < len(decodes):
+            for place in np.flatnonzero(~decodes).tolist():
+                decodes[place] = self._may_decode(running.seqs[place], lacking, rows)
+        rows.count_decoding()
+        for seq in lacking:
+            if seq.status is RUNNING and rows.budget:
+                self._plan_chunk(seq, rows)
+        while rows.budget and not rows.preempted and (group := self._queues.next_to_run(lacking)) is not None:
+            self._queues.run(group)
+            rows.admitted += group.live
+            lacking += group.live
+            for seq in group.live:
+                if seq.num_computed_tokens < seq.num_tokens:
+                    self._beams.forget(seq)  # it says once more what comes next
+                if seq.status is RUNNING and rows.budget:
+                    self._plan_chunk(seq, rows)
+
+    def _decode_at_once(self, running: RunningRows) -> np.ndarray:
+        """Which of those that run decode, as far as that can be said of all of them at once; bool[n]."""
+        memory = self._memory
+        counters = self._queues.table.counters.take(running.entries, axis=0)
+        computed, ends = counters[:, NUM_COMPUTED], counters[:, WRITABLE_END]
+        # Those that lack one token, which is not their last: a sequence says that itself.
+        decodes = counters[:, NUM_TOKENS] - computed == 1
+        decodes &= computed < counters[:, LIMIT] - 1
+        if len(running.masked):
+            decodes[running.masked] = False
+        with_room = decodes & (computed < ends)
+        num_others = len(with_room) - int(np.count_nonzero(with_room))
+        # If nobody can be in want of a page, the order in which they are given is of no matter.
+        if num_others and memory.sliding_window is None and 2 * num_others <= memory.allocator.num_available:
+            full = decodes & (computed == ends) & (computed % self._page_size == 0)
+            memory.grow([running.seqs[place] for place in np.flatnonzero(full).tolist()])
+            with_room |= full
+        return with_room
+
+    def _may_decode(self, seq: Sequence, lacking: list[Sequence], rows: PlanRows) -> bool:
+        """Whether a sequence computes one token and samples; puts it among those that lack more, if it does."""
+        if seq.mask_position is not None and seq.awaits_mask:
+            return False  # the device knows its last token, but only the host can say what may follow
+        start = seq.num_computed_tokens
+        lacks = seq.num_tokens - start
+        if lacks != 1 or start + 1 >= seq.limit:
+            if not lacks or (seq.num_pending and start + lacks >= seq.limit):
+                return False  # at its limit with samples pending, a sequence waits for their results
+            if lacks > 1 or seq.group.beam is None:
+                lacking.append(seq)
+                return False
+        if seq.status is not RUNNING:
+            return False  # preempted just now
+        if start >= seq.writable_end:
+            self._memory.commit(seq)
+            return self._make_room(seq, 1, rows)
+        return True
+
+    def _make_room(self, seq: Sequence, num_tokens: int, rows: PlanRows) -> bool:
+        """Gets the pages for the sequence's next tokens, by preemption if need be; False if there are none for it."""
+        while not self._memory.append(seq, num_tokens):
+            victim = self._queues.victim_for(seq.group)
+            # A chunk of this plan stays, and so does what others may share of it.
+            if victim is None or rows.holds_chunk_of(victim):
+                return False
+            self._preempt(victim, rows)
+            if victim is seq.group:
+                return False
+        return True
+
+    def _preempt(self, group: SequenceGroup, rows: PlanRows) -> None:
+        rows.drop_decoding(group)
+        self._queues.preempt(group)
+        rows.preempted.append(group)
+        rows.admitted = [seq for seq in rows.admitted if seq.group is not group]
+
+    def _plan_chunk(self, seq: Sequence, rows: PlanRows) -> None:
+        if not (seq.pages or self._begin(seq)):
+            return
+        lacks = seq.num_tokens - seq.num_computed_tokens
+        num_tokens = min(lacks, rows.budget, self._chunk)
+        if not num_tokens or not self._make_room(seq, num_tokens, rows):
+            return
+        group, params = seq.group, seq.request.params
+        samples = num_tokens == lacks and params.max_tokens != 0
+        rows.add(seq, num_tokens, samples)
+        self._memory.commit(seq)
+        if group.request.pin and num_tokens == lacks:
+            self._memory.pin(group.request.request_id, seq)
+        if samples and group.beam is None and len(group.seqs) < params.num_sequences:
+            seq.limit = group.limit
+            for index in range(1, params.num_sequences):
+                child = self._queues.fork(seq, index)
+                child.mask_position = seq.mask_position  # all answers begin alike
+                group.seqs.append(child)
+                child.num_tokens += 1
+                rows.admitted.append(child)
+                rows.add_fork(child, seq)
+
+    def _begin(self, seq: Sequence) -> bool:
+        """Gives a sequence without pages what others have of its prompt; False if it must wait until they have it."""
+        leader, memory = seq.group.live[0], self._memory
+        size = memory.allocator.page_size
+        shared = 0 if memory.sliding_window is not None else seq.num_prompt_tokens // size * size
+        if seq is not leader and leader.num_computed_tokens < shared:
+            return False
+        hit, full = memory.find(seq), shared // size
+        if seq is leader or (hit is not None and hit.pages[:full] == leader.pages[:full]) or not shared:
+            memory.start(seq, hit)
+        else:  # nothing, or pages of others, beside which those of the leader would be needed too
+            memory.fork(leader, seq, num_tokens=shared)
+        return True
+
+
+def _awaits(seq: Sequence) -> bool:
+    """Whether the sequence goes on by itself, as soon as a result or a mask is there."""
+    return seq.num_pending > 0 or seq.awaits_mask

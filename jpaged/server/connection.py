@@ -1,0 +1,94 @@
+"""`Connection`: uvicorn's protocol of a connection, with ends to what a client may leave undone.
+
+uvicorn closes a connection on which nothing comes after an answer. Three more ways to keep one, and what it holds, for
+ever are closed here: to send no request at all, to send one's head byte by byte, and to read nothing of an answer.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+_LOGGER: Final = logging.getLogger("jpaged.server")
+STATE_KEY: Final = "jpaged.connection"
+
+
+class Connection(asyncio.Protocol):
+    """One connection. The application says, by `serving`, while a request is being served on it.
+
+    Args:
+      inner: makes uvicorn's protocol, given the rest of the arguments by name.
+      request_timeout_s: for the head of a request to come, from the connection's begin or the last answer's end.
+      send_timeout_s: for a client to read what fills the buffers; then it counts as gone.
+      app_state: of the application; this connection goes with it, into the scopes of its requests.
+      given: what uvicorn gives a protocol.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        *,
+        request_timeout_s: float,
+        send_timeout_s: float,
+        app_state: dict[str, Any],
+        **given: Any,
+    ) -> None:
+        self._inner = inner(app_state={**app_state, STATE_KEY: self}, **given)
+        self._request_timeout_s = request_timeout_s
+        self._send_timeout_s = send_timeout_s
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.TimerHandle | None = None  # for a request
+        self._blocked: asyncio.TimerHandle | None = None  # by a client that does not read
+        self._num_served = 0
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """A request is served while the block runs."""
+        self._num_served += 1
+        self._waiting = _stopped(self._waiting)
+        try:
+            yield
+        finally:
+            self._num_served -= 1
+            self._await_request()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._inner.connection_made(transport)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._waiting, self._blocked = _stopped(self._waiting), _stopped(self._blocked)
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+        self._blocked = asyncio.get_running_loop().call_later(self._send_timeout_s, self._give_up, "reads nothing")
+
+    def resume_writing(self) -> None:
+        self._blocked = _stopped(self._blocked)
+        self._inner.resume_writing()
+
+    def _await_request(self) -> None:
+        if self._transport is not None and not self._num_served:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.call_later(self._request_timeout_s, self._give_up, "sends no whole request")
+
+    def _give_up(self, why: str) -> None:
+        if self._transport is None or (self._transport.is_closing() and not self._transport.get_write_buffer_size()):
+            return
+        _LOGGER.info("a client %s and is dropped", why)
+        self._transport.abort()  # which the application sees as a client that has left
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

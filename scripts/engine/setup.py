@@ -1,0 +1,181 @@
+"""`make_model`, `make_config`, `start_engine`: one engine for all workloads that were asked for."""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.engine import Engine
+from jpaged.errors import ConfigError
+from jpaged.fetch import fetch
+from jpaged.model_shapes import MODEL_SHAPES
+from jpaged.models import Llama, LlamaConfig, load_model, quantise
+from jpaged.wheel_models import KNOWN_MODELS
+from scripts.engine.roofline import ModelCost
+from scripts.engine.workloads import Load
+
+# vLLM's figures were taken with as many.
+_MAX_SEQS: Final = 512
+_BUDGET: Final = {"cpu": 512}
+# A prompt then holds up those that decode by some 50 ms on an H200, and steps are hardly padded.
+_DEFAULT_BUDGET: Final = 2048
+# Beside the well-known shapes; for tests, and to try the script on a CPU.
+TINY: Final = LlamaConfig(
+    vocab_size=96,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=8192,
+)
+_SMALL: Final = (1, 8, 32, 64, 128, 192, 256, 384, 512)
+_LARGE: Final = (512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the workloads need of an engine.
+
+    Attributes:
+      rows: that a step has, at the most.
+      longest: tokens of the longest sequence.
+      cells: batch sizes of decode steps that are measured.
+    """
+
+    rows: int
+    longest: int
+    cells: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, loads: Iterable[Load], cells: Collection[tuple[int, int]], *, steps: int, together: tuple[int, int] | None
+    ) -> "Needs":
+        """Args:
+        loads: already scaled.
+        cells: (rows, context) of decode cells.
+        steps: of each cell.
+        together: requests of the workload "together", and the tokens of each; `None`: it is not measured.
+        """
+        sizes = [(1 if load.in_turn else min(len(load.prompts), _MAX_SEQS), load.longest) for load in loads]
+        sizes += [(rows, context + steps + 1) for rows, context in cells]
+        sizes += [together] if together else []
+        rows, longest = zip(*sizes, strict=True)
+        return cls(max(rows), max(longest), tuple(sorted({rows for rows, _ in cells})))
+
+
+def make_model(name: str, dtype: str, *, random_weights: bool, weights: str | None = None) -> tuple[Any, str]:
+    """A model and what to call it: a well-known shape with random weights, or one that is loaded.
+
+    Args:
+      name: of `MODEL_SHAPES`, or "tiny"; a known name, a path, or a Hugging Face id.
+      dtype: of the weights.
+      random_weights: even if there is a known model of that name.
+      weights: "int8" or "fp8": the layers' products are quantised.
+
+    Raises:
+      JpagedError: no such model.
+    """
+    shapes = {**MODEL_SHAPES, "tiny": TINY}
+    config = shapes.get(name.lower())
+    if random_weights and config is None:
+        raise ConfigError(f"the model is {name!r}, expected one of {', '.join(shapes)} for random weights")
+    if config is not None and (random_weights or name not in KNOWN_MODELS):
+        model, name = Llama(config, rngs=nnx.Rngs(0), dtype=dtype), name.lower()
+    else:
+        path = fetch(name)
+        model, name = load_model(path, dtype=dtype), name if name in KNOWN_MODELS else path.stem
+    model = model if weights is None else quantise(model, weights)
+    jax.block_until_ready(nnx.state(model))
+    return model, name
+
+
+def token_buckets(needs: Needs, budget: int) -> list[int]:
+    """Sizes of steps on an accelerator: fine where a step's time grows with its tokens, and the cells' own.
+
+    Example:
+      >>> token_buckets(Needs(rows=256, longest=2048, cells=(1, 16)), budget=2048)
+      [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048]
+    """
+    small = {size for size in _SMALL if size < needs.rows} | {needs.rows}
+    large = {size for size in _LARGE if needs.rows < size < budget} | {budget}
+    return sorted(small | large | {rows for rows in needs.cells if rows < needs.rows})
+
+
+def make_config(
+    needs: Needs,
+    *,
+    platform: str,
+    budget: int | None = None,
+    buckets: list[int] | None = None,
+    cache: CacheConfig | None = None,
+    implementation: str | None = None,
+    max_num_seqs: int | None = None,
+) -> EngineConfig:
+    """The settings of the engine; on a CPU its own buckets, as compiling takes longest there.
+
+    Args:
+      needs: of the workloads.
+      platform: jax's.
+      budget, buckets, max_num_seqs: tokens of a step, its padded sizes and its rows; `None` chooses.
+      cache, implementation: see `EngineConfig`.
+
+    Raises:
+      ConfigError: settings contradict each other.
+    """
+    rows = max_num_seqs or needs.rows
+    budget = budget or max(_BUDGET.get(platform, _DEFAULT_BUDGET), rows)
+    if buckets is None and platform != "cpu":
+        buckets = token_buckets(Needs(rows, needs.longest, needs.cells), budget)
+    if buckets and buckets[-1] < budget:
+        raise ConfigError(f"the largest token bucket is {buckets[-1]}, expected at least the budget, {budget}")
+    return EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=needs.longest),
+        cache=cache or CacheConfig(),
+        token_buckets=buckets,
+        implementation=implementation,  # type: ignore[arg-type]
+        recompile="error",
+    )
+
+
+def start_engine(
+    model: Any, config: EngineConfig, on_compiled: Callable[[Any, float], None]
+) -> tuple[Engine, dict[str, float]]:
+    """An engine with all steps compiled, and the seconds that took."""
+    begin = time.perf_counter()
+    engine = Engine(model, config)
+    made = time.perf_counter()
+    engine.warm_up(on_compiled)
+    return engine, {"engine": made - begin, "compile": time.perf_counter() - made}
+
+
+def model_cost(engine: Engine, model: Any) -> ModelCost:
+    """What a step of a Llama reads and computes; weights count as they are stored."""
+    config = model.config
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    matrices = config.hidden_size * ((2 * heads + 2 * kv_heads) * dim + 3 * config.intermediate_size)
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
+    if model.lm_head is not None:
+        read -= model.embed[...].nbytes  # of which a gather is read; otherwise it is the output projection too
+    return ModelCost(
+        weight_bytes=read,
+        token_flops=2 * config.num_hidden_layers * matrices,
+        row_flops=2 * config.hidden_size * config.vocab_size,
+        kv_token_bytes=engine.pool_plan.bytes_per_page / engine.pool_plan.page_size,
+        pair_flops=4 * config.num_hidden_layers * heads * dim,
+    )
+
+
+def default_dtype(platform: str) -> str:
+    """bfloat16, which a CPU computes slowly.
+
+    Example:
+      >>> default_dtype("cpu"), default_dtype("gpu")
+      ('float32', 'bfloat16')
+    """
+    return "float32" if platform == "cpu" else str(jnp.dtype(jnp.bfloat16))

@@ -1,0 +1,34 @@
+"""The flood that is measured is a flood, and `/health` is asked meanwhile."""
+
+from scripts.serving import flood
+
+
+def test_everything_is_sent_and_health_is_asked(server, monkeypatch) -> None:
+    monkeypatch.setattr(flood, "BODY_BYTES", 100_000)
+    monkeypatch.setattr(flood, "NUM_AT_ONCE", 30)
+    asked: list[float] = []
+
+    class Watch:
+        """In the place of a process."""
+
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        def __enter__(self) -> "Watch":
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            asked.append(server.http.get(f"{self.url}/health").elapsed.total_seconds())
+
+        def figures(self) -> dict:
+            return {"asked": len(asked)}
+
+    monkeypatch.setattr(flood, "HealthWatch", Watch)
+    figures = flood.measure_flood(server.url, "tiny", headers={}, vocab_size=300)
+    statuses = {name: one["statuses"] for name, one in figures.items()}
+    assert statuses["nothing"] == {"200": 20}
+    assert statuses["27 MB of token ids"] == {"400": 3}  # far too long
+    assert statuses["27 MB of text"] == {"200": 1}  # truncated
+    assert statuses["30 requests"] == {"400": 30}  # 400 bytes are too long for this model
+    assert statuses["30 to /tokenize"] == {"200": 30}
+    assert figures["30 to /tokenize"]["health"] == {"asked": len(asked) == 6 and 6}

@@ -1,0 +1,296 @@
+"""The engine benchmark: its arithmetic against figures computed by hand, what it refuses, and a run on a tiny model."""
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.errors import ConfigError
+from scripts import bench_engine
+from scripts.engine import bench, breakdown, figures, measures, setup, start, tables, workloads
+from scripts.engine.breakdown import Kernel, Profile
+from scripts.engine.kernel_classes import kernel_class
+from scripts.engine.peers import REACH, VLLM, Yardstick
+from scripts.engine.results import Results
+from scripts.engine.roofline import ModelCost, Roofs
+from scripts.engine.setup import Needs
+from scripts.engine.workloads import Load
+from scripts.render_benchmarks import Record
+
+UNIT = Roofs(read=1.0, matmul=1.0)
+READS = ModelCost(weight_bytes=100, token_flops=0, row_flops=0, kv_token_bytes=1.0, pair_flops=0)
+COMPUTES = ModelCost(weight_bytes=0, token_flops=10, row_flops=3, kv_token_bytes=0.0, pair_flops=1)
+
+
+@pytest.mark.parametrize("module", ["kernel_classes", "peers", "roofline", "breakdown", "setup", "workloads"])
+def test_examples_of_the_parts_run(module: str) -> None:
+    failed, tried = doctest.testmod(
+        importlib.import_module(f"scripts.engine.{module}"), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert (failed, tried > 0) == (0, True)
+
+
+# --- roofline ---------------------------------------------------------------------------------------------------------
+def test_a_load_at_the_roof_reads_the_weights_once_a_step_and_the_live_kv() -> None:
+    load = Load("uniform", prompts=(4, 2), outputs=(2, 1))
+    # One step for both prompts, one for the second token of the first request, which sees 5 tokens.
+    assert READS.load_s(UNIT, load, max_num_seqs=2, budget=8) == (100 + 4 + 2) + (100 + 5)
+    # By a budget of 3 the first prompt is cut in two, and the second one joins the second part.
+    assert READS.load_s(UNIT, load, max_num_seqs=2, budget=3) == (100 + 3) + (100 + 4 + 2) + (100 + 5)
+    # A row at a time: three steps, as the second request begins when the first has ended.
+    assert READS.load_s(UNIT, load, max_num_seqs=1, budget=8) == (100 + 4) + (100 + 5) + (100 + 2)
+
+
+def test_a_load_at_the_roof_computes_each_token_once_and_the_pairs_that_are_seen() -> None:
+    load = Load("uniform", prompts=(4, 2), outputs=(2, 1))
+    pairs = (1 + 2 + 3 + 4) + 5 + (1 + 2)
+    assert COMPUTES.load_s(UNIT, load, max_num_seqs=2, budget=8) == 7 * 10 + 3 * 3 + pairs
+
+
+def test_what_prompts_share_is_computed_and_read_once() -> None:
+    load = Load("shared-prefix", prompts=(10, 10, 10), outputs=(1, 1, 1), shared=8)
+    assert READS.load_s(UNIT, load, max_num_seqs=3, budget=64) == 100 + 8 + 3 * 2
+    assert COMPUTES.load_s(UNIT, load, max_num_seqs=3, budget=64) == (10 + 2 + 2) * 10 + 3 * 3 + 55 + 2 * (9 + 10)
+
+
+def test_requests_in_turn_share_no_step() -> None:
+    load = Load("alone", prompts=(4, 4), outputs=(2, 2), in_turn=True)
+    assert READS.load_s(UNIT, load, max_num_seqs=8, budget=8) == 2 * ((100 + 4) + (100 + 5))
+
+
+# --- workloads --------------------------------------------------------------------------------------------------------
+def test_the_azure_workload_is_the_first_rows_that_are_short_enough(tmp_path: Path) -> None:
+    rows = [(7990, 11), (5, 0), *((10 + n, 2) for n in range(1200))]
+    lines = (f"2023-11-16 18:{n // 60:02}:{n % 60:02}.5,{p},{o}" for n, (p, o) in enumerate(rows))
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    load = workloads.make_load("azure", trace=str(path))
+    assert (len(load.prompts), load.prompts[0], load.prompts[-1], set(load.outputs)) == (1000, 10, 1009, {2})
+
+
+def test_prompts_share_what_they_should_and_nothing_else() -> None:
+    load = Load("shared-prefix", prompts=(12, 14), outputs=(1, 1), shared=8)
+    one, other = load.token_ids(1000, seed=0)
+    assert (len(one), len(other), one[:8] == other[:8], one[8:] == other[8:12]) == (12, 14, True, False)
+    assert load.token_ids(1000, seed=1)[0][:8] != one[:8]
+
+
+def test_the_engine_fits_every_workload() -> None:
+    loads = [workloads.make_load(name) for name in ("uniform", "prefill", "alone")]
+    needs = Needs.of(loads, [(16, 4096)], steps=128, together=(300, 64))
+    assert needs == Needs(rows=300, longest=4096 + 129, cells=(16,))
+    config = setup.make_config(needs, platform="gpu")
+    assert config.token_buckets == (1, 8, 16, 32, 64, 128, 192, 256, 300, 512, 1024, 2048)
+    assert (config.scheduler.max_num_batched_tokens, config.recompile) == (2048, "error")
+    assert setup.make_config(needs, platform="cpu").token_buckets is None
+    with pytest.raises(ConfigError, match="largest token bucket is 64, expected at least the budget, 512"):
+        setup.make_config(needs, platform="cpu", buckets=[64])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workloads foo", "a workload is 'foo', expected all, or some of"),
+        ("--workloads azure", "needs --trace FILE"),
+        ("--workloads azure --trace /nowhere", "does not exist"),
+        ("--workloads start", "'start' alone"),
+        ("--workloads decode --cells 1x2", "a cell is '1x2', expected ROWS@CONTEXT"),
+        ("--workloads decode --cells 1@64 --profile 2@64", "--profile names 2@64"),
+        ("--workloads uniform --profile", "--profile breaks down steps of the workload 'decode'"),
+        ("--workloads uniform --scale 2", "--scale is 2.0"),
+        ("--repeats 0", "--repeats is 0, expected at least 1"),
+        ("--token-buckets 1,x", "--token-buckets is '1,x'"),
+    ],
+)
+def test_what_cannot_be_measured_is_explained(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_engine, "prepare_jax", lambda profile: None)
+    assert bench_engine.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+
+
+# --- breakdown --------------------------------------------------------------------------------------------------------
+def test_a_step_is_kernels_short_gaps_and_idle_time() -> None:
+    kernels, now = [], 0.0
+    for _ in range(2):  # steps of two layers
+        for name, ns, gap in [
+            ("nvjet_sm90_tst", 40_000, 1_000),
+            ("paged_attention_decode_mosaic_gpu_kernel", 20_000, 1_000),
+            ("nvjet_sm90_tst", 40_000, 1_000),
+            ("paged_attention_decode_mosaic_gpu_kernel", 20_000, 1_000),
+            ("loop_add_fusion_3", 5_000, 1_000),
+            ("MemcpyD2H", 2_000, 50_000),
+        ]:
+            kernels.append(Kernel(name, now, now + ns, in_graph="fusion" not in name and "Memcpy" not in name))
+            now += ns + gap
+    found = breakdown.summarise(
+        Profile(kernels, {"cuGraphLaunch": 2}),
+        num_layers=2,
+        steps=99,
+        scopes={"loop_add_fusion_3": "jit(forward)/layer_0/norm/mul"},
+    )
+    assert found["profiled_steps"] == 2
+    assert found["busy_ms"] == pytest.approx(0.125)
+    assert found["between_kernels_ms"] == pytest.approx(0.004)
+    assert found["longer_gaps_ms"] == pytest.approx(0.0265)  # none behind the last
+    assert found["classes_ms"] == {"GEMM": 0.08, "attention": 0.04, "norm": 0.005, "copy": 0.002}
+    assert found["kernels_per_step"] == 5
+    assert found["kernels_outside_graphs_per_step"] == 1
+    assert found["calls_per_step"] == {"cuGraphLaunch": 1}
+    assert found["kernels"][0] == {
+        "name": "nvjet_sm90_tst",
+        "class": "GEMM",
+        "us": 40.0,
+        "per_step": 2.0,
+        "outside_graphs_per_step": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gemm_fusion_dot_134", "GEMM"),
+        ("rope_and_write_kv_mosaic_gpu_kernel", "KV write"),
+        ("add_rms_norm_mosaic_gpu_kernel", "norm"),
+        ("silu_mul_mosaic_gpu_kernel", "activation"),
+        ("MemcpyH2D", "copy"),
+        ("input_reduce_fusion_84", "GEMM"),
+        ("loop_fusion_9", "sampling"),
+    ],
+)
+def test_kernels_are_told_by_name_and_by_scope(name: str, expected: str) -> None:
+    scopes = {"input_reduce_fusion_84": "jit(forward)/layer_0/mlp/dot_general"}
+    assert kernel_class(name, scopes) == expected
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+def test_a_start_is_timed_twice_and_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import sys, time; print('ready', time.time()) if '--until-ready' in sys.argv else sys.exit('no')"
+    )
+    monkeypatch.setattr(start, "_SCRIPT", script)
+    found = start.measure_start([], str(tmp_path), timeout_s=60)
+    assert 0 < found["cold_s"] < 60
+    assert 0 < found["warm_s"] < 60
+    yardstick = Yardstick.of("llama-3.1-8b", "NVIDIA H200", "bfloat16", 1.0)
+    assert start.compare_start({"cold_s": 71.0, "warm_s": 12.5}, yardstick)["warm"] == {
+        "vllm": 25.0,
+        "times_vllm": 2.0,
+        "reach": 20.0,
+        "reached": True,
+    }
+    script.write_text("import sys; sys.exit('it burns')")
+    with pytest.raises(ConfigError, match=r"did not start:\n.*it burns"):
+        start.measure_start([], str(tmp_path), timeout_s=60)
+
+
+def test_what_is_to_be_reached_is_faster_than_vllm() -> None:
+    for model, reach in REACH.items():
+        for cell, ms in reach.decode_ms.items():
+            assert ms < VLLM[model].decode_ms[cell]
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+WORDS = "--model tiny --scale 0.004 --pages 64 --repeats 1 --max-num-seqs 2 --token-budget 16 --token-buckets 16 --json"
+
+
+@pytest.fixture(scope="module")
+def started() -> bench.Started:
+    args = bench_engine.parser().parse_args([*WORDS.split(), "--workloads", "together"])
+    needs = Needs(rows=2, longest=32)
+    return bench.start(args, Results(None, quiet=True), needs)
+
+
+def run_main(
+    words: str, started: bench.Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    monkeypatch.setattr(bench_engine, "prepare_jax", lambda profile: None)
+    monkeypatch.setattr(bench, "start", lambda args, results, needs: started)
+    assert bench_engine.main([*WORDS.split(), *words.split()]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (line,) = out.splitlines()
+    return json.loads(line)
+
+
+def test_a_run_measures_every_workload_and_compiles_nothing_more(
+    started: bench.Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "so-far.json"
+    words = f"--workloads decode,prefill,shared-prefix,uniform,alone,together --profile 1@1024 --output {saved} "
+    record = run_main(f"{words} --requests 2 --tokens 8 --alone 1", started, monkeypatch, capsys)
+    assert json.loads(saved.read_text()) == record
+    results = record["results"]
+    assert results["compiled_at_end"] == results["compiled_at_start"] > 0
+    assert results["skipped"] == []
+    assert [(cell["rows"], cell["context"]) for cell in results["decode"]["cells"]] == [(1, 8), (1, 16)]
+    for cell in results["decode"]["cells"]:
+        assert cell["prompt_cached"] > 0.8
+        assert cell["roofline_ms"] > 0
+        assert "vllm" not in cell, "no peer runs a tiny model"
+    assert results["uniform"]["output_tokens"] == sum(workloads.uniform().scaled(0.004).outputs)
+    assert results["breakdown"][0]["step_ms"] > 0
+    assert results["together"]["speedup"] > 0
+
+    read = Record.from_line("tiny", json.dumps(record))
+    for name, part in tables.PARTS.items():
+        rows = part([read]).splitlines()
+        assert len({row.count(" | ") for row in rows}) == 1, name
+        expects_none = name in ("engine-start", "engine-breakdown", "engine-kernels")  # no device is profiled on a CPU
+        assert ("not measured yet" in rows[-1]) == expects_none, name
+
+
+def test_what_would_begin_too_late_is_skipped(
+    started: bench.Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = run_main("--workloads decode,alone --time-limit 0", started, monkeypatch, capsys)
+    assert record["results"]["skipped"] == ["decode", "alone"]
+    args = bench_engine.parser().parse_args(WORDS.split())
+    made = bench.make_bench(args, Results(None, quiet=True), started, UNIT)
+    assert list(measures.measure_decode(made, [(1, 8)], lambda: True)) == []
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+def cell(rows: int, **more: Any) -> dict[str, Any]:
+    return {"rows": rows, "context": 1024, "ms": 4.0 + rows, "roofline_ms": 4.0, "vllm": 5.0 + rows, **more}
+
+
+def test_pictures_and_tables_show_what_a_gpu_was_measured_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = {
+        "roofline_fraction": 0.8,
+        "tokens_per_s": 9.0,
+        "times_vllm": 1.25,
+        "reach": 4.3,
+        "host_ms": {"plan_s": 0.1},
+    }
+    step = {"step_ms": 5.0, "classes_ms": {"GEMM": 3.0, "norm": 0.5}, "between_kernels_ms": 0.2, "idle_fraction": 0.1}
+    step |= {"kernels_per_step": 300.0, "kernels_outside_graphs_per_step": 1.0, "host_ms": {}}
+    step |= {"calls_per_step": {"cuGraphLaunch": 2.0}}
+    step |= {"kernels": [{"name": "nvjet", "class": "GEMM", "us": 40.0, "per_step": 4.0}]}
+    results = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "decode": {"steps": 128, "cells": [cell(n, **beside) for n in (1, 8)]},
+    }
+    results |= {"breakdown": [cell(1, **step)], "start": {"cold_s": 70.0, "warm_s": 15.0, "warm": {}}}
+    record = {"script": "bench_engine", "commit": "c", "date": "d", "device": "D", "python": "3", "versions": {}}
+    read = Record.from_line("made", json.dumps({**record, "results": results}))
+    times, rates, bars = figures.panels_of([read])
+    assert times.series["jpaged, 1,024 tokens"] == ([1, 8], [5.0, 12.0])  # type: ignore[union-attr]
+    assert rates.series["vLLM, 1,024 tokens"][1][0] == pytest.approx(1000 / 6)  # type: ignore[union-attr]
+    parts = {part: ms for part, ms in bars.bars["1 x 1,024"].items() if ms}  # type: ignore[union-attr]
+    assert parts == {"GEMM": 3.0, "small": 0.5, "between": 0.2, "idle": 0.5}
+    assert "| 1 x 1,024 | 5.00 | 3.000 | 0.500 | 0.200 | 10.0% | 300 | 1.0 | 2.0 | 0.0 |" in tables.breakdown_table(
+        [read]
+    )
+    assert "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 |" in tables.decode_table([read])
+    assert "| 70.0 | – | 15.0 | – | – | – |" in tables.start_table([read])
+    assert "| `nvjet` | GEMM | 40.00 | 4.0 | 160.0 |" in tables.kernel_table([read])
