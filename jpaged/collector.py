@@ -190,6 +190,8 @@ class Collector:
                     gaps[last_ns] = gaps.get(last_ns, 0) + 1
                 seq.last_token_ns = now_ns
                 self.num_generated_tokens += 1
+            elif group.beam is not None and live.first_token_s is None and plan.samples[row]:
+                live.first_token_s = now_ns / 1e9
             ended_now = row in ended_rows
             try:  # the fault of one request ends that request alone
                 if token is not None and seq.watch == HANDLE:
@@ -210,10 +212,16 @@ class Collector:
             self.metrics.gap((now_ns - last_ns) / 1e9, times)
         outputs = [self._close(live) for live in ended.values()]
         for request_id, live in advanced.items():
-            if live.stream == "deltas":
-                self._tell(live)
-            elif request_id not in ended:
-                outputs.append(live.builder.output())
+            if request_id in ended:
+                continue
+            try:  # text is made here
+                if live.stream == "deltas":
+                    self._tell(live)
+                else:
+                    outputs.append(live.builder.output())
+            except Exception as error:
+                self._fail(live, error)
+                outputs.append(self._close(live))
         return outputs
 
     def _count(self, plan: StepPlan, rare: list[int], now_ns: int, gaps: dict[int, int]) -> tuple[list[int], list[int]]:

@@ -25,6 +25,7 @@ from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
 from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
+from jpaged.models.quantised import quantised_as
 from jpaged.pallas_kernels import KVPages
 from jpaged.request import TokenLogprobs
 from jpaged.sampler import choose_tokens, sample
@@ -168,9 +169,12 @@ class StepRunner:
     def set_params(self, params: Any) -> None:
         """Replaces the weights; the next step uses them. Those that lie elsewhere (numpy, another device) are moved.
 
+        Where the present weights are quantised, the new ones may come as they were trained.
+
         Raises:
           ConfigError: the tree, a shape or a dtype differs from the present weights (it would recompile every shape).
         """
+        params = quantised_as(self.params, params)
         old = jax.tree_util.tree_flatten_with_path(self.params)
         new = jax.tree_util.tree_flatten_with_path(params)
         if old[1] != new[1]:

@@ -188,13 +188,13 @@ def state_bytes(max_num_seqs: int, vocab_size: int, *, tiled: bool) -> int:
 
 
 def input_bytes(shape: StepShape) -> int:
-    """Bytes of what a step is told: six words a token, 22 a row, and the page table.
+    """Bytes of what a step is told: four words a token, 20 a row, and the page table.
 
     Example:
       >>> input_bytes(StepShape(32, 32, 128)), input_bytes(StepShape(2048, 32, 128))
       (20480, 69632)
     """
-    words = 6 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
+    words = 4 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
     return tiled_bytes((words,), 4)
 
 

@@ -8,15 +8,15 @@ the KV, are `decode_gpu`'s alone.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from . import gpu_plan as plan
 from .decode_gpu import attend
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .prefill_gpu import prefill
-from .prefill_plan_gpu import make_prefill_list
-from .prefill_tuning_gpu import PrefillBlocks, choose_prefill_blocks, fills_the_chip, tile_tokens
+from .prefill_plan_gpu import make_prefill_list, rows_to_split
+from .prefill_tuning_gpu import PrefillBlocks, choose_prefill_blocks, fills_the_chip, has_prefill_tiles, tile_tokens
 from .xla import AttentionOptions
 
 
@@ -33,10 +33,28 @@ def prefill_blocks(q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata
     """How `prefill_gpu` runs the prefill rows of a step of this shape, or `None` if `decode_gpu` runs them."""
     num_tokens, num_heads, head_dim = q_shape
     multiprocessors = meta.work.blocks.num_blocks
-    if num_tokens <= meta.kv_lens.shape[0] or spec.quantized:
+    if num_tokens <= meta.kv_lens.shape[0] or not has_prefill_tiles(head_dim, spec.dtype.itemsize):
         return None
-    blocks = choose_prefill_blocks(head_dim, multiprocessors)
+    blocks = choose_prefill_blocks(head_dim, multiprocessors, spec.dtype.itemsize)
     return blocks if fills_the_chip(num_tokens, num_heads // spec.num_kv_heads, spec.num_kv_heads, blocks) else None
+
+
+def _decode_rows(
+    q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata, window: int | None, blocks: PrefillBlocks
+) -> Bool[Array, " S"]:
+    """The rows of a step with prefill chunks that `decode_gpu` runs: decode rows, and chunks that it has to split."""
+    num_rows, group = meta.kv_lens.shape[0], q_shape[1] // spec.num_kv_heads
+    decode = jnp.arange(num_rows) < meta.num_decode
+    return decode | rows_to_split(
+        meta,
+        jnp.where(decode, 0, meta.work.q_lens),
+        num_kv_heads=spec.num_kv_heads,
+        tokens=blocks.consumers * tile_tokens(group),
+        split_tokens=choose_tile(num_rows, num_rows, group, spec.head_dim)[0],
+        sliding_window=window,
+        block_kv=blocks.block_kv,
+        multiprocessors=blocks.num_blocks,
+    )
 
 
 def make_records(
@@ -45,8 +63,8 @@ def make_records(
     """The work list of `decode_gpu` for a layer: equal for all layers with as many query heads and the same window."""
     group, num_rows = q_shape[1] // spec.num_kv_heads, meta.kv_lens.shape[0]
     q_lens, num_tokens = meta.work.q_lens, q_shape[0]
-    if prefill_blocks(q_shape, spec, meta) is not None:
-        q_lens = jnp.where(jnp.arange(num_rows) < meta.num_decode, q_lens, 0)
+    if (blocks := prefill_blocks(q_shape, spec, meta)) is not None:
+        q_lens = jnp.where(_decode_rows(q_shape, spec, meta, window, blocks), q_lens, 0)
         num_tokens = num_rows  # as in a decode step
     sharing = plan.may_share(meta.work.counters.shape[0], meta.work.blocks, num_rows, spec.num_kv_heads, group, window)
     return plan.make_work_list(
@@ -71,7 +89,7 @@ def make_prefill_records(
     group = q_shape[1] // spec.num_kv_heads
     return make_prefill_list(
         meta,
-        jnp.where(jnp.arange(meta.kv_lens.shape[0]) < meta.num_decode, 0, meta.work.q_lens),
+        jnp.where(_decode_rows(q_shape, spec, meta, window, blocks), 0, meta.work.q_lens),
         page_size=spec.page_size,
         num_kv_heads=spec.num_kv_heads,
         tokens=blocks.consumers * tile_tokens(group),
@@ -150,4 +168,5 @@ def attend_listed(
             page_size=spec.page_size,
             blocks=blocks,
             options=options,
+            scales=kv_pages.scales,
         )

@@ -6,7 +6,7 @@ for each piece:  queries, fetched under the piece before, to shared memory
                  fetch the next piece's record and queries;  softmax of the last block; O += P V
                  a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
 
-Pieces of units that several rows share are of a kind of their own (`shared_prefix_gpu`).
+Pieces of units that several rows share come first, and are of a kind of their own (`shared_prefix_gpu`).
 """
 
 # Mosaic GPU's own modules are barely annotated, and differ between versions of jax.
@@ -345,22 +345,14 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
 
         return step + piece.num_blocks, next_piece
 
-    def walk_all(first, end, step):
-        return lax.fori_loop(first, end, walk, (step, fetch(first)))[0]
+    step = jnp.int32(0)
+    if shared is not None:
+        first_shared, shared_following, shared_count = shared_part(call, records, worker)
+        step = lax.fori_loop(0, shared_count, walk_shared, step)
 
-    if shared is None:
-        lax.cond(count > 0, lambda: walk_all(jnp.int32(0), count, jnp.int32(0)), lambda: jnp.int32(0))
-        return
-
-    first_shared, shared_count, before = shared_part(call, records, worker)
-    shared_following = records[first_shared, plan.FOLLOWING]
-
-    def walk_part(part, step):
-        first, end = jnp.where(part == 0, 0, before), jnp.where(part == 0, before, count)
-        step = lax.cond(first < end, lambda: walk_all(first, end, step), lambda: step)
-        return lax.fori_loop(0, jnp.where(part == 0, shared_count, 0), walk_shared, step)
-
-    lax.fori_loop(jnp.where(shared_count > 0, 0, 1), 2, walk_part, jnp.int32(0))
+    @pl.when(count > 0)
+    def _():
+        lax.fori_loop(0, count, walk, (step, fetch(jnp.int32(0))))
 
 
 def record_at(first: jax.Array, following: jax.Array, i: jax.Array) -> jax.Array:
@@ -369,11 +361,10 @@ def record_at(first: jax.Array, following: jax.Array, i: jax.Array) -> jax.Array
 
 
 def shared_part(call: Call, records: Any, worker: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A worker's part of the shared units: its record, how many pieces, and how many of its own come before them."""
+    """A worker's part of the shared units: its first record, where the others begin, and how many pieces it has."""
     behind = plan.num_shared_records(call.partial.num_rows, call.num_kv_heads, call.blocks.num_workers)
     record = records.shape[0] - behind + worker
-    count = records[record, plan.COUNT]
-    return record, count, jnp.where(count > 0, records[record, plan.BEFORE], 0)
+    return record, records[record, plan.FOLLOWING], records[record, plan.COUNT]
 
 
 def finished(top, total, sinks, *, with_lse: bool):

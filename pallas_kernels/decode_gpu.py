@@ -64,6 +64,7 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
             head, row, position = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.POSITION))
             kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
             last_page = lax.div(position + records[at, plan.NUM_TOKENS] - 1, page_size)
+            last_page = jnp.minimum(last_page, page_table.shape[1] - 1)  # whatever kv_lens says
 
             def kv_block(j, step):
                 stage = lax.rem(step, stages)
@@ -99,21 +100,13 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
 
             return lax.fori_loop(0, num_blocks, kv_block, step)
 
-        def walk(first, end, record, following, step):
-            return lax.fori_loop(first, end, lambda i, step: piece(record_at(record, following, i), step), step)
+        def walk(record, following, count, step):
+            return lax.fori_loop(0, count, lambda i, step: piece(record_at(record, following, i), step), step)
 
-        if not call.sharing:
-            walk(0, count, worker, following, jnp.int32(0))
-            return
-        first_shared, shared_count, before = shared_part(call, records, worker)
-        shared_following = records[first_shared, plan.FOLLOWING]
-
-        def walk_part(part, step):  # in the order of the consumer
-            first, end = jnp.where(part == 0, 0, before), jnp.where(part == 0, before, count)
-            step = walk(first, end, worker, following, step)
-            return walk(0, jnp.where(part == 0, shared_count, 0), first_shared, shared_following, step)
-
-        lax.fori_loop(0, 2, walk_part, jnp.int32(0))
+        step = jnp.int32(0)
+        if call.sharing:
+            step = walk(*shared_part(call, records, worker), step)
+        walk(worker, following, count, step)
 
     def warp(index):
         for kind in range(kinds):

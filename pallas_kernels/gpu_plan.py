@@ -36,10 +36,9 @@ from .xla_plan import XLAWork
 # Fields of a record, which is one piece of a unit.
 HEAD, TOKEN, NUM_TOKENS, POSITION, ROW, KV_START, NUM_BLOCKS = range(7)
 PIECES, FIRST_WORKER, FIRST_RESULT, SHARED_PIECES, SHARED_RESULT = range(7, 12)
-FOLLOWING, COUNT, BEFORE, LIVE_TOKENS = range(12, 16)
+FOLLOWING, COUNT, LIVE_TOKENS = range(12, 15)
 RECORD = 16  # int32 values of a record: 64 bytes, two sectors
 MIN_SHARED = 4  # blocks of a piece of a shared unit, at least: it takes as long to begin and end one
-LONG_OWN = 2  # an own share is long if it has so many times the blocks of a shared one
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,9 @@ def make_work_list(
     Record w < num_workers is where worker w begins; it has COUNT pieces, and those after the first are the records from
     FOLLOWING on. Record num_workers + u is the first piece of unit u. Units are numbered tile by tile, heads inside.
 
-    With `prefixes`, the same follows for shared units: worker w has COUNT pieces of them, which it walks after the
-    first BEFORE of the others. Last is a record for each row that shares, by groups (a *member*): TOKEN, and FOLLOWING,
-    where the records of its own unit begin, one a KV head.
+    With `prefixes`, the same follows for shared units: worker w has COUNT pieces of them, which it walks before its
+    others. Last is a record for each row that shares, by groups (a *member*): TOKEN, and FOLLOWING, where the records
+    of its own unit begin, one a KV head.
 
     Args:
       q_lens: query tokens of the rows, 0 for padding.
@@ -251,12 +250,12 @@ def make_work_list(
     own = Tiles(ends[-1], row, meta.cu_q_lens[row] + offset, count, position, start, blocks)
     total = jnp.sum(blocks, dtype=jnp.int32) * num_kv_heads
     busy = num_blocks * jnp.clip(-(-total // (num_blocks * full_share)), 1, consumers)
-    cuts, share = cut_line(own, busy, 1, num_kv_heads, num_workers)
+    cuts = cut_line(own, busy, 1, num_kv_heads, num_workers)
 
     first_result = (2 * cuts.first_cut - 1) * parts.tile_rows
     if sharing is None:
         fields = {PIECES: cuts.pieces, FIRST_RESULT: first_result}
-        return _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, {}, fields)
+        return _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, fields)
 
     # Shared units, and what becomes of the rows' own ones.
     of_group = sharing.tile_blocks
@@ -270,7 +269,7 @@ def make_work_list(
         start=jnp.zeros_like(of_group),
         blocks=of_group,
     )
-    shared_cuts, shared_share = cut_line(shared, num_workers, MIN_SHARED, num_kv_heads, num_workers)
+    shared_cuts = cut_line(shared, num_workers, MIN_SHARED, num_kv_heads, num_workers)
     units = arange(of_group.shape[0] * num_kv_heads)
     tile, head = units // num_kv_heads, units % num_kv_heads
     shared_result = jnp.where(
@@ -290,14 +289,11 @@ def make_work_list(
         SHARED_PIECES: shared_pieces,
         SHARED_RESULT: jnp.where(joins, shared_result[joined] + sharing.place[row[tile]] * group, 0),
     }
-    # Every second consumer of a block of threads begins with a piece of its own if that leaves it enough for later.
-    odd = arange(num_workers) // num_blocks % 2 == 1
-    before = jnp.where(odd & (share >= LONG_OWN * shared_share), jnp.minimum(cuts.count, 1), 0)
     own_tile = (ends - row_tiles)[sharing.row]
     members = {TOKEN: meta.cu_q_lens[sharing.row], FOLLOWING: num_workers + own_tile * num_kv_heads}
     return lax.concatenate(
         [
-            _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, {}, fields),
+            _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, fields),
             _records(
                 meta,
                 shared,
@@ -305,7 +301,6 @@ def make_work_list(
                 num_kv_heads,
                 block_kv,
                 own_records + num_workers,
-                {BEFORE: before},
                 {PIECES: shared_cuts.pieces, FIRST_RESULT: shared_result},
             ),
             _stack(members, num_rows),
@@ -321,7 +316,6 @@ def _records(
     num_kv_heads: int,
     block_kv: int,
     first_unit: int,
-    of_workers: dict[int, Array],
     of_units: dict[int, Array],
 ) -> Int32[Array, "R F"]:
     """The records of the workers, then of the units of a line; the latter's records begin at `first_unit`."""
@@ -344,7 +338,7 @@ def _records(
         return _stack(fields, unit.shape[0])
 
     units = arange(cuts.pieces.shape[0])
-    workers = {COUNT: cuts.count, FOLLOWING: first_unit + cuts.unit + 1, **of_workers}
+    workers = {COUNT: cuts.count, FOLLOWING: first_unit + cuts.unit + 1}
     firsts = records(cuts.unit, cuts.begin, cuts.first_blocks, workers)
     return lax.concatenate([firsts, records(units, jnp.zeros_like(units), cuts.unit_blocks, {})], 0)
 

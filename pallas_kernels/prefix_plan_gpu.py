@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int32
 
 MIN_BLOCKS = 4  # shorter prefixes are not looked for
 JOIN_BLOCKS = 2  # blocks that a row of a group must leave unread for having its results joined
-STEP_BLOCKS = 8  # blocks that a worker must leave unread for a step that shares
+STEP_BLOCKS = 24  # blocks that a worker must leave unread for a step that shares
 
 
 @jax.tree_util.register_dataclass

@@ -20,10 +20,15 @@ _MAX_PARTS = 8
 def num_parts(tokens: int, inputs: int, outputs: int, multiprocessors: int) -> int:
     """The power of two that makes about a tile for each multiprocessor; 1 for what fills them whole.
 
+    A token alone is not cut: XLA makes no matrix product of a batch of vectors times matrices, but sums that take twice
+    the time.
+
     Example:
-      >>> [num_parts(tokens, 4096, 4096, 132) for tokens in (1, 256, 8192)]
-      [4, 2, 1]
+      >>> [num_parts(tokens, 4096, 4096, 132) for tokens in (1, 2, 256, 8192)]
+      [1, 4, 2, 1]
     """
+    if tokens == 1:
+        return 1
     tiles, parts = -(-tokens // _TILE_ROWS) * -(-outputs // _TILE_COLUMNS), 1
     while parts < _MAX_PARTS and tiles * parts * 4 < 3 * multiprocessors and inputs % (2 * parts) == 0:
         if inputs // (2 * parts) < _MIN_INPUTS:

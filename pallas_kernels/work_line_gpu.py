@@ -62,8 +62,8 @@ def round_share(share: Array, longest: Array) -> Array:
     return jnp.where(rounded <= share + share // 6 + 1, rounded, share)
 
 
-def cut_line(tiles: Tiles, busy: Array | int, least: int, num_kv_heads: int, num_workers: int) -> tuple[Cuts, Array]:
-    """Cuts a line into shares of `least` blocks or more for `busy` workers or fewer; also returns the share."""
+def cut_line(tiles: Tiles, busy: Array | int, least: int, num_kv_heads: int, num_workers: int) -> Cuts:
+    """Cuts a line into shares of `least` blocks or more for `busy` workers or fewer."""
     blocks = tiles.blocks
     # Worker w begins at w * share on the line of blocks, which is block `cut` of unit `at`.
     line = jnp.cumsum(blocks * num_kv_heads, dtype=jnp.int32)  # where each tile ends
@@ -87,7 +87,7 @@ def cut_line(tiles: Tiles, busy: Array | int, least: int, num_kv_heads: int, num
 
     here, there, begin, end = at[:-1], at[1:], cut[:-1], cut[1:]
     unit = jnp.minimum(here, units.shape[0] - 1)
-    cuts = Cuts(
+    return Cuts(
         unit=unit,
         begin=begin,
         first_blocks=jnp.where(here == there, end, blocks[unit // num_kv_heads]) - begin,
@@ -96,4 +96,3 @@ def cut_line(tiles: Tiles, busy: Array | int, least: int, num_kv_heads: int, num
         pieces=pieces,
         unit_blocks=jnp.where(pieces > 1, cut[first_cut], blocks[unit_tile]),
     )
-    return cuts, share

@@ -265,6 +265,24 @@ def test_a_fault_of_one_request_ends_that_request_alone(method, monkeypatch, cap
     assert outputs["other"].text == "abcd"
 
 
+@pytest.mark.parametrize("stream", [False, True, "deltas"])
+def test_a_fault_in_making_text_ends_that_request_alone(stream, monkeypatch):
+    steps = Steps()
+    group = steps.add("faulty", stream=stream)
+    steps.add("other", stream=stream)
+
+    def fail(*args):
+        raise ValueError("no such text")
+
+    completion = steps.collector._live["faulty"].builder._builder(group.seqs[0])
+    monkeypatch.setattr(completion._decoder, "add_all", fail)
+    outputs = {output.request_id: output for output in steps.drain()}  # the last one of each
+    assert outputs["faulty"].finish_reason == "error"
+    assert "an internal error (ValueError)" in outputs["faulty"].error
+    assert not group.seqs[0].pages
+    assert outputs["other"].text == "abcd"
+
+
 def test_the_best_answers_are_given():
     steps = Steps()
     steps.add("best", n=1, best_of=3)

@@ -141,8 +141,10 @@ def test_keeps_the_last_ones(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_compiler, "_MAX_KEPT", 2)
     it = Waiting(tokenizer)
     first, second = it.submit(regex="a"), it.submit(regex="b")
+    it.wait(2)
     assert it.submit(regex="a") is first  # now the last one used
     it.submit(regex="c")
+    it.wait(1)
     assert it.submit(regex="a") is first
     assert it.submit(regex="b") is not second
 

@@ -21,16 +21,17 @@ def test_the_sum_of_parts_is_the_product(parts: int) -> None:
 
 
 def test_parts_fill_the_chip_and_are_not_too_short() -> None:
-    assert num_parts(1, 4096, 28672, 132) == 1  # 224 tiles
+    assert num_parts(2, 4096, 28672, 132) == 1  # 224 tiles
     assert num_parts(8192, 14336, 4096, 132) == 1
-    assert num_parts(1, 576, 960, 132) == 1  # of 288 inputs each
-    assert num_parts(1, 1536, 576, 132) == 2
-    assert num_parts(1, 14336, 1024, 132) == 8
-    assert num_parts(1, 1538, 576, 132) == 2  # 769 cannot be halved
+    assert num_parts(2, 576, 960, 132) == 1  # of 288 inputs each
+    assert num_parts(2, 1536, 576, 132) == 2
+    assert num_parts(2, 14336, 1024, 132) == 8
+    assert num_parts(1, 14336, 1024, 132) == 1  # a vector
+    assert num_parts(2, 1538, 576, 132) == 2  # 769 cannot be halved
 
 
 def test_nothing_is_cut_but_for_a_gpu() -> None:
     kernel = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    assert best_parts(1, kernel) == 1
+    assert best_parts(2, kernel) == 1
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
-        assert best_parts(1, kernel) == 4
+        assert best_parts(2, kernel) == 4

@@ -14,7 +14,8 @@ class Engine:
     """Answers 1, 2, ..., once `gate` is set."""
 
     def __init__(self) -> None:
-        self.gate, self.num_asked, self.failure = asyncio.Event(), 0, None
+        self.gate, self.num_asked = asyncio.Event(), 0
+        self.failure: Exception | None = None
 
     async def ask(self) -> int:
         self.num_asked += 1
