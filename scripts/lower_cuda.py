@@ -33,7 +33,8 @@ from tests.kernels.test_prefill_gpu import PREFILL_SPECS
 # Those whose tiles differ.
 FUSED_LOWERED = ("smollm2_heads_decode", "head_dim_256", "int8")
 PREFILL_8_BIT = ("int8", "float8_everything", "int8_head_dim_64", "float8_head_dim_96", "int8_for_float16")
-PREFILL_LOWERED = ("everything", "head_dim_64", "head_dim_96", "head_dim_256", "group_of_64", "page_of_24", *PREFILL_8_BIT)
+PREFILL_16_BIT = ("everything", "head_dim_64", "head_dim_96", "head_dim_256", "group_of_64", "page_of_24")
+PREFILL_LOWERED = (*PREFILL_16_BIT, *PREFILL_8_BIT)
 
 
 def lower(op: Callable[..., Any], *arguments: Any) -> str:
