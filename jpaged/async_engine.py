@@ -278,7 +278,8 @@ class AsyncEngine:
         """Calls `function(engine)` between two steps, for what has no method here, such as new weights.
 
         Args:
-          function: for an engine in another process it must be importable there, and its result must pickle.
+          function: for an engine in another process it must be importable there, its result must pickle, and it must
+            end within the recipe's `hang_s`; else the engine counts as hung.
 
         Raises:
           JpagedError: it failed.

@@ -106,8 +106,20 @@ class GrammarCompiler:
             if self._num_threads == _MAX_THREADS:
                 return made
             self._num_threads += 1
-        start_with_deep_stack(self._work)
+        try:
+            start_with_deep_stack(self._work)
+        except Exception as error:  # no threads or no memory are left
+            self._stopped(error)
         return made
+
+    def _stopped(self, error: Exception) -> None:
+        """A thread did not start; without any, what waits has failed."""
+        with self._lock:
+            self._num_threads -= 1
+            while self._waiting and not self._num_threads:
+                structured, compilation = self._waiting.popitem(last=False)
+                compilation.error = f"{FORM_FAILED} ({structured.kind}): {error!r:.200}"
+        self._on_done()
 
     def _drop_unwanted(self) -> None:
         for structured in [structured for structured, one in self._waiting.items() if not one.is_wanted]:
@@ -129,14 +141,17 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         while (compilation := self._next()) is not None:
-            kind = compilation.structured.kind
+            structured, failed = compilation.structured, False
             try:
                 compilation.grammar = compile_grammar(compilation.structured, self._get_vocabulary())
             except RequestError as error:
                 compilation.error = str(error)
             except BaseException as error:  # whatever it is, the request must not wait for ever
-                compilation.error = f"{FORM_FAILED} ({kind}): {error!r:.200}"
+                compilation.error = f"{FORM_FAILED} ({structured.kind}): {error!r:.200}"
+                failed = True
             with self._lock:
+                if failed and self._kept.get(structured) is compilation:
+                    del self._kept[structured]  # it may do next time
                 compilation.wanted.clear()  # requests are not kept alive by what they asked for
             self._on_done()
 

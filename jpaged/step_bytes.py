@@ -192,7 +192,7 @@ def input_bytes(shape: StepShape) -> int:
 
     Example:
       >>> input_bytes(StepShape(32, 32, 128)), input_bytes(StepShape(2048, 32, 128))
-      (20480, 69632)
+      (20480, 53248)
     """
     words = 4 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
     return tiled_bytes((words,), 4)

@@ -9,8 +9,8 @@ projection and the norms stay as they are.
 What is computed is always x @ codes * scale with x as it is, in one of three ways:
 
 - *In pieces*, int8 codes and 16-bit activations, few tokens. A token's activations become two int8 numbers each, 15
-  bits of its largest one, which is more than bfloat16 has; both pieces meet the codes in one product that reads the
-  weights once, a byte each.
+  bits of its largest one: bfloat16 is nearer to those that are below a 250th of it, and farther from the others. Both
+  pieces meet the codes in one product that reads the weights once, a byte each.
 - *Widened*, other dtypes, few tokens. Codes are converted to the dtype of x where they are multiplied.
 - *Dequantised*, many tokens. Codes and scales become a kernel first, which takes little of a long product.
 
@@ -95,7 +95,7 @@ def in_pieces(
     """
     wide = x.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    step = jnp.where(top > 0, top, 1) / 127
+    step = jnp.where(top == 0, 1, top) / 127  # what is not finite stays so: a broken row must be seen
     high = jnp.round(wide / step)
     low = jnp.round((wide / step - high) * _PIECE)  # what rounding left is half a step at most: 127 at most
     sums = _dot(jnp.concatenate([high, low]).astype(jnp.int8), codes, jnp.int32)
@@ -134,9 +134,9 @@ def quantise_kernel(
 def _quantise(kernel, weights):
     dtype, largest = _CODES[weights]
     wide = kernel.astype(jnp.float32)
-    # A column of zeros has codes of 0 whatever its scale is.
+    # A column of zeros has codes of 0 whatever its scale is; one that is not finite has such a scale.
     top = jnp.max(jnp.abs(wide), axis=0)
-    scale = jnp.where(top > 0, top, largest) / largest
+    scale = jnp.where(top == 0, largest, top) / largest
     codes = wide / scale
     codes = (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype)
     return codes.T, scale  # with the inputs of a channel in a row, as Hopper's 8-bit products want them
@@ -191,6 +191,9 @@ def quantised_as(present: Any, weights: Any) -> Any:
       present: `nnx.State` of a model, quantised or not.
       weights: `nnx.State` of the same model, before it was quantised; or already as `present`, then nothing is done.
 
+    Raises:
+      ConfigError: they are quantised in another form.
+
     Example:
       >>> from jpaged.models import LlamaConfig
       >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -206,6 +209,9 @@ def quantised_as(present: Any, weights: Any) -> Any:
     result = []
     for path, variable in nnx.to_flat_state(weights):
         like = frozen.get(path)
+        if like is not None and isinstance(variable, Frozen) and variable[...].dtype != like[...].dtype:
+            have, got = _form(like[...].dtype), variable[...].dtype
+            raise ConfigError(f"the new weights are quantised to {got}, the present ones to {have!r}; expected the same")
         if like is None or path[-1] != "kernel" or variable[...].dtype == like[...].dtype:
             result.append((path, variable))
             continue

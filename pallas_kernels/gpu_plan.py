@@ -28,7 +28,7 @@ from jaxtyping import Array, Int32
 
 from .metadata import PagedMetadata
 from .pages import PageSpec
-from .prefix_plan_gpu import SharedPrefixes, find_prefixes, levels, share_prefixes
+from .prefix_plan_gpu import SharedPrefixes, find_prefixes, levels, num_tiles, share_prefixes
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
 from .work_line_gpu import Cuts, Tiles, arange, cut_line
 from .xla_plan import XLAWork
@@ -176,7 +176,7 @@ def num_records(
 
 def num_shared_records(num_rows: int, num_kv_heads: int, num_workers: int) -> int:
     """How many records are of shared prefixes: one a worker, one for each possible unit, one a member."""
-    return num_workers + num_rows // 2 * num_kv_heads + num_rows
+    return num_workers + num_tiles(num_rows) * num_kv_heads + num_rows
 
 
 def _num_tiles(num_rows: int, num_tokens: int, tokens: int) -> int:

@@ -51,7 +51,15 @@ def add_rms_norm(
         raise ValueError(f"{delta.shape=} {delta.dtype=}; expected {x.shape} {x.dtype}, as of x, or float32 parts")
     if scale.shape != x.shape[-1:]:
         raise ValueError(f"{scale.shape=}; expected {x.shape[-1:]}, a factor a column of x")
-    if norm_implementation(implementation, x.dtype, x.shape[-1]) == "mosaic_gpu" and delta is not None:
+    name = norm_implementation(implementation, x.dtype, x.shape[-1])
+    if name == "mosaic_gpu" and (scale.dtype != x.dtype or max(x.size, 0 if delta is None else delta.size) >= 2**31):
+        if implementation is not None:
+            raise NotImplementedError(
+                f"implementation {implementation!r} cannot run: it takes a scale of x's dtype, {x.dtype}, and less than "
+                f"2**31 values; the scale is {scale.dtype}, {x.shape=}"
+            )
+        name = "xla"
+    if name == "mosaic_gpu" and delta is not None:
         from .norm_gpu import add_rms_norm_gpu  # needs jax 0.11
 
         with jax.named_scope("add_norm"):

@@ -157,10 +157,20 @@ class Sharing:
     row: Array
 
 
+def num_tiles(num_rows: int) -> int:
+    """How many tiles of shared prefixes there can be: the most where groups of three take two tiles of two rows.
+
+    Example:
+      >>> [num_tiles(n) for n in (1, 2, 3, 64)]
+      [0, 1, 2, 42]
+    """
+    return 2 * num_rows // 3
+
+
 def share_prefixes(prefixes: SharedPrefixes, members: int, num_kv_heads: int, num_workers: int) -> Sharing:
     """Makes tiles of the groups for which it pays; arguments as for `pays`."""
     num_rows = prefixes.leader.shape[0]
-    rows, tiles = jnp.arange(num_rows, dtype=jnp.int32), jnp.arange(num_rows // 2, dtype=jnp.int32)
+    rows, tiles = jnp.arange(num_rows, dtype=jnp.int32), jnp.arange(num_tiles(num_rows), dtype=jnp.int32)
     shares = pays(prefixes, members, num_kv_heads, num_workers)
     size = jnp.where(shares & (prefixes.leader == rows), prefixes.size, 0)
     row_tiles = -(-size // members)

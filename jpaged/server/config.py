@@ -113,6 +113,8 @@ class ServerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
                 raise ConfigError(f"{name} is {value!r}, expected seconds in [0, 86400]")
+        if not self.send_timeout_s:
+            raise ConfigError("send_timeout_s is 0, expected more: it would drop whoever is slower than the server")
         for name in ("trust_request_chat_template", "vllm_metric_names", "log_prompts", "page"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected True or False")

@@ -20,7 +20,7 @@ class Connection(asyncio.Protocol):
     Args:
       inner: makes uvicorn's protocol, given the rest of the arguments by name.
       request_timeout_s: for the head of a request to come, from the connection's begin or the last answer's end.
-      send_timeout_s: for a client to read what fills the buffers; then it counts as gone.
+      send_timeout_s: for a client to read anything of what fills the buffers; then it counts as gone.
       app_state: of the application; this connection goes with it, into the scopes of its requests.
       given: what uvicorn gives a protocol.
     """
@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
-        self._blocked = asyncio.get_running_loop().call_later(self._send_timeout_s, self._give_up, "reads nothing")
+        self._await_reader()
 
     def resume_writing(self) -> None:
         self._blocked = _stopped(self._blocked)
@@ -79,14 +79,24 @@ class Connection(asyncio.Protocol):
 
     def _await_request(self) -> None:
         if self._transport is not None and not self._num_served:
-            loop = asyncio.get_running_loop()
-            self._waiting = loop.call_later(self._request_timeout_s, self._give_up, "sends no whole request")
+            given = (self._await_request, "sends no whole request", self._transport.get_write_buffer_size())
+            self._waiting = asyncio.get_running_loop().call_later(self._request_timeout_s, self._give_up, *given)
 
-    def _give_up(self, why: str) -> None:
-        if self._transport is None or (self._transport.is_closing() and not self._transport.get_write_buffer_size()):
+    def _await_reader(self) -> None:
+        if self._transport is not None:
+            given = (self._await_reader, "reads nothing", self._transport.get_write_buffer_size())
+            self._blocked = asyncio.get_running_loop().call_later(self._send_timeout_s, self._give_up, *given)
+
+    def _give_up(self, go_on: Callable[[], None], why: str, unread_before: int) -> None:
+        """Drops a client, unless it has read something of the `unread_before` bytes meanwhile: then it waits on."""
+        if self._transport is None:
             return
-        _LOGGER.info("a client %s and is dropped", why)
-        self._transport.abort()  # which the application sees as a client that has left
+        unread = self._transport.get_write_buffer_size()
+        if unread < unread_before:
+            go_on()
+        elif unread or not self._transport.is_closing():
+            _LOGGER.info("a client %s and is dropped", why)
+            self._transport.abort()  # which the application sees as a client that has left
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
-from jpaged.pallas_kernels.prefix_plan_gpu import JOIN_BLOCKS, STEP_BLOCKS, SharedPrefixes, find_prefixes, levels, pays
+from jpaged.pallas_kernels.prefix_plan_gpu import (
+    JOIN_BLOCKS,
+    STEP_BLOCKS,
+    SharedPrefixes,
+    find_prefixes,
+    levels,
+    num_tiles,
+    pays,
+    share_prefixes,
+)
 from jpaged.pallas_kernels.tuning import TILE_ROWS, choose_gpu_blocks
 from jpaged.pallas_kernels.xla_plan import plan_xla
 
@@ -220,6 +229,22 @@ def test_every_block_is_read_once_for_each_row_and_results_have_places(some: lis
 )
 def test_who_shares(some: list[Row], groups: list[tuple[list[int], int]]) -> None:
     assert check(metadata(some, len(some))) == groups
+
+
+@pytest.mark.parametrize("sizes", [(3,), (31, 33), (3, 3, 2), (2, 2), (64,)])
+def test_there_is_room_for_tiles_of_two_rows(sizes: tuple[int, ...]) -> None:
+    leader = np.repeat(np.cumsum((0, *sizes[:-1])), sizes)
+    rank = np.concatenate([np.arange(size) for size in sizes])
+    prefixes = SharedPrefixes(
+        leader=jnp.asarray(leader, jnp.int32),
+        rank=jnp.asarray(rank, jnp.int32),
+        size=jnp.asarray(np.repeat(sizes, sizes), jnp.int32),
+        blocks=jnp.full(len(leader), 10_000, jnp.int32),
+    )
+    found = share_prefixes(prefixes, 2, 1, WORKERS)
+    assert found.shares.all()
+    assert int(found.num_tiles) == sum(-(-size // 2) for size in sizes) <= num_tiles(len(leader))
+    assert int(found.tile_members.sum()) == len(leader)
 
 
 def test_a_prefix_leaves_a_token_to_each_row() -> None:

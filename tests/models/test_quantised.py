@@ -210,6 +210,25 @@ def test_new_weights_are_quantised_as_the_present_ones(weights):
     assert quantised_as(plain, plain) is plain
 
 
+def test_codes_of_another_form_are_no_new_weights():
+    model = random_llama(num_hidden_layers=1)
+    present, other = nnx.state(quantise(model, "int8")), nnx.state(quantise(model, "fp8"))
+    with pytest.raises(ConfigError, match="quantised to float8_e4m3fn, the present ones to 'int8'"):
+        quantised_as(present, other)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_not_finite_stays_so(broken, dtype):
+    linear = QuantisedLinear(Linear(16, 8, rngs=nnx.Rngs(0), dtype=dtype), "int8")
+    x = jnp.ones((3, 16), dtype).at[1, 4].set(broken)
+    finite = jnp.isfinite(linear(x)).all(axis=1)
+    assert finite.tolist() == [True, False, True]
+    kernel = jnp.ones((16, 3), dtype).at[4, 1].set(broken)
+    codes, scale = quantise_kernel(kernel, "int8")
+    assert jnp.isfinite(codes.astype(jnp.float32) @ jnp.ones(16) * scale).tolist() == [True, False, True]
+
+
 def test_what_codes_cannot_do_is_refused_by_name(tmp_path):
     model = random_llama(num_hidden_layers=1)
     small = quantise(model, "int8")
