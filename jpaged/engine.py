@@ -364,10 +364,10 @@ class Engine:
           Seconds in all.
         """
         start = time.perf_counter()
-        programs = self._runner.programs(self.step_shapes)
-        self._runner.compile_all(self._kv_pages, self._state, programs, on_compiled)
-        self._state = self._loader.warm_up(self._state, idle=not self.has_work, masks=self.tokenizer is not None)
-        self._kv_pages = self._mover.warm_up(self._kv_pages)
+        self._runner.compile_all(self._kv_pages, self._state, self._runner.programs(self.step_shapes), on_compiled)
+        with deferred_interrupts():  # both are donated
+            self._state = self._loader.warm_up(self._state, idle=not self.has_work, masks=self.tokenizer is not None)
+            self._kv_pages = self._mover.warm_up(self._kv_pages)
         self._runner.mark_warm()
         return time.perf_counter() - start
 
@@ -377,8 +377,9 @@ class Engine:
         Raises:
           ConfigError: tree, shapes or dtypes differ from the present weights.
         """
-        self._runner.set_params(nnx.state(weights) if isinstance(weights, nnx.Module) else weights)
-        self._scheduler.weights_changed()
+        with deferred_interrupts():  # what the old weights computed is of no use to the new ones
+            self._runner.set_params(nnx.state(weights) if isinstance(weights, nnx.Module) else weights)
+            self._scheduler.weights_changed()
 
     def lower_step(self, program: Program | StepShape) -> jax.stages.Lowered:
         """A program of the step, of a shape the forward pass, lowered: to look into it, and at its memory."""

@@ -75,7 +75,7 @@ class GroupQueues:
         """
         if not len(self.preempted) and not len(self.waiting):
             return None
-        due = sum(map(self._num_pages_due, unfinished))
+        due = sum(map(self.num_pages_due, unfinished))
         due += sum(map(self._num_pages_to_keep, self.running_rows.recomputed))
         if len(self.preempted):
             group = self.preempted[0]
@@ -109,7 +109,8 @@ class GroupQueues:
         if any(seq.host_pages for seq in group.live):
             self._memory.swap_in(group.live)
 
-    def _num_pages_due(self, seq: Sequence) -> int:
+    def num_pages_due(self, seq: Sequence) -> int:
+        """Pages that a sequence that runs will get for the tokens it has."""
         held = len(seq.pages) - (0 if self._memory.sliding_window is None else seq.pages.count(0))
         return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
 

@@ -75,13 +75,14 @@ class Planner:
                 self._plan_chunk(seq, rows)
         while rows.budget and not rows.preempted and (group := self._queues.next_to_run(lacking)) is not None:
             self._queues.run(group)
-            rows.admitted += group.live
-            lacking += group.live
-            for seq in group.live:
+            admitted = group.live
+            rows.admitted += admitted
+            for seq in admitted:
                 if seq.num_computed_tokens < seq.num_tokens:
                     self._beams.forget(seq)  # it says once more what comes next
                 if seq.status is RUNNING and rows.budget:
                     self._plan_chunk(seq, rows)
+            lacking += [seq for seq in admitted if self._queues.num_pages_due(seq)]
 
     def _decode_at_once(self, running: RunningRows) -> np.ndarray:
         """Which of those that run decode, as far as that can be said of all of them at once; bool[n]."""

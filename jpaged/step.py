@@ -251,6 +251,9 @@ class StepRunner:
           RecompileError: as `compile` does.
         """
         self._compile(kv_pages, state, [one for one in programs if one not in self._executables], on_compiled)
+        for program, executable in self._executables.items():
+            if program.part == "forward" and self._takes_spare:  # now, for later there may be no memory left
+                self._keep(self._take_spare(executable, state.last_token.sharding))
 
     def _compile(self, kv_pages, state, programs: list[Program], on_compiled=None) -> None:
         if programs and self._warm and self._recompile == "error":
@@ -306,7 +309,7 @@ class StepRunner:
         chosen = others.pop(0)(logits, token_ids) if needs.logprobs else nothing
         prompt = others.pop(0)(self._weights, hidden, sent) if needs.prompt_logprobs else nothing
         if self._takes_spare:
-            self._spare |= {(array.shape, array.dtype): array for array in (logits, hidden, fields)}
+            self._keep((logits, hidden, fields))
         return StepOutputs(token_ids, *chosen, *prompt), kv_pages, state
 
     def _take_spare(self, forward: Callable, sharding: Any) -> tuple[jax.Array, ...]:
@@ -324,6 +327,9 @@ class StepRunner:
             for one, array in zip(wanted, kept, strict=True)
         )
 
+    def _keep(self, outputs: tuple[jax.Array, ...]) -> None:
+        self._spare |= {(array.shape, array.dtype): array for array in outputs}
+
     def forget_outputs(self) -> None:
         """After a step that failed: what it left is of no use to the next."""
         self._spare.clear()
@@ -340,6 +346,11 @@ def _forward(model, kv_pages, last_token, packed, shape, implementation):
     hidden, kv_pages = model(tokens, kv_pages, inputs.meta, implementation=implementation)
     with jax.named_scope("logits"):
         logits = model.logits(hidden[inputs.source])
+    if (logits.shape, logits.dtype) != ((shape.num_rows, model.vocab_size), jnp.float32):
+        raise ConfigError(
+            f"the model's logits are {logits.dtype}{list(logits.shape)}, expected float32"
+            f"{[shape.num_rows, model.vocab_size]}: a score for each token of its vocab_size"
+        )
     return (logits, hidden, sampling_part(packed, shape)), kv_pages
 
 

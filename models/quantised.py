@@ -211,7 +211,9 @@ def quantised_as(present: Any, weights: Any) -> Any:
         like = frozen.get(path)
         if like is not None and isinstance(variable, Frozen) and variable[...].dtype != like[...].dtype:
             have, got = _form(like[...].dtype), variable[...].dtype
-            raise ConfigError(f"the new weights are quantised to {got}, the present ones to {have!r}; expected the same")
+            raise ConfigError(
+                f"the new weights are quantised to {got}, the present ones to {have!r}; expected the same"
+            )
         if like is None or path[-1] != "kernel" or variable[...].dtype == like[...].dtype:
             result.append((path, variable))
             continue

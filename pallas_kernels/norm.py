@@ -55,8 +55,8 @@ def add_rms_norm(
     if name == "mosaic_gpu" and (scale.dtype != x.dtype or max(x.size, 0 if delta is None else delta.size) >= 2**31):
         if implementation is not None:
             raise NotImplementedError(
-                f"implementation {implementation!r} cannot run: it takes a scale of x's dtype, {x.dtype}, and less than "
-                f"2**31 values; the scale is {scale.dtype}, {x.shape=}"
+                f"implementation {implementation!r} cannot run: it takes less than 2**31 values, and a scale of x's "
+                f"dtype, {x.dtype}; {x.shape=}, {scale.dtype=}"
             )
         name = "xla"
     if name == "mosaic_gpu" and delta is not None:

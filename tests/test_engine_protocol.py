@@ -190,6 +190,19 @@ def test_what_is_no_paged_model_is_refused(model, message):
         Engine(model)
 
 
+def test_logits_of_another_dtype_or_vocabulary_are_refused(monkeypatch):
+    model, logits = TwoWidths(seed=0), TwoWidths.logits
+    for change, message in (
+        (lambda scores: scores.astype(jnp.bfloat16), r"logits are bfloat16\[.*expected float32"),
+        (lambda scores: jnp.pad(scores, ((0, 0), (0, 1))), r"logits are float32\[.*expected float32"),
+    ):
+        monkeypatch.setattr(TwoWidths, "logits", lambda self, hidden, change=change: change(logits(self, hidden)))
+        engine = Engine(model, EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8)))
+        engine.add([1, 2], SamplingParams(max_tokens=4))
+        with pytest.raises(ConfigError, match=message):
+            engine.step()
+
+
 def test_a_model_without_weights_is_refused():
     model = TwoWidths(seed=0)
     for name in ("embed", "where", "head"):
