@@ -174,8 +174,9 @@ class StepRunner:
         Raises:
           ConfigError: the tree, a shape or a dtype differs from the present weights (it would recompile every shape).
         """
-        params = quantised_as(self.params, params)
-        old = jax.tree_util.tree_flatten_with_path(self.params)
+        present = self.params
+        params = quantised_as(present, params)
+        old = jax.tree_util.tree_flatten_with_path(present)
         new = jax.tree_util.tree_flatten_with_path(params)
         if old[1] != new[1]:
             raise ConfigError("the new weights have another tree structure than the model's")

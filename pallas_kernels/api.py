@@ -285,8 +285,8 @@ def attend_and_write_qkv(
         raise ValueError(f"{qkv.shape=} {dtype=}; expected a dtype for parts [P, T, H, D], and none for [T, H, D]")
     whole = qkv if dtype is None else sum_parts(qkv, dtype)  # computed only where it is used
     q, k, v = jnp.split(whole, [heads, heads + kv_heads], axis=1)
-    fits = rope is not None and rope.cos.shape[1] % 2 == 0 and qkv.size < 2**31  # offsets of 32 bits
-    if rope is not None and fits and _writes_by_gpu_kernel(kv_pages, implementation):
+    small = qkv.size < 2**31  # the kernel's offsets have 32 bits
+    if rope is not None and rope.cos.shape[1] % 2 == 0 and small and _writes_by_gpu_kernel(kv_pages, implementation):
         from .write_gpu import rotate_and_write_qkv_gpu  # needs jax 0.11
 
         validate_rope(whole, rope)

@@ -205,6 +205,16 @@ def write(
     return results[0] if q_blocks else None, *[None if x is None else jax.freeze(x) for x in pools]
 
 
+def _write_into(
+    kv_pages: KVPages, meta: PagedMetadata, rope: Rope | None, q, k, v, **options: Any
+) -> tuple[Any, KVPages]:
+    """`write` into these pages, with what a step knows: the rotated q, and the pages."""
+    cos, sin = (None, None) if rope is None else (rope.cos.astype(jnp.float32), rope.sin.astype(jnp.float32))
+    pools = (kv_pages.data, kv_pages.scales)
+    rotated, data, scales = write(q, k, v, cos, sin, meta.slot_mapping, *pools, spec=kv_pages.spec, **options)
+    return rotated, dataclasses.replace(kv_pages, data=data, scales=scales)
+
+
 def rotate_and_write_gpu(
     q: Float[Array, "T Hq D"],
     k: Float[Array, "T Hkv D"],
@@ -232,19 +242,12 @@ def rotate_and_write_gpu(
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         return q, write_kv_gpu(k, v, kv_pages, meta, interpret=interpret)
     tokens, heads, kv_heads = q.shape[0], Heads(q.shape[1]), Heads(kv_pages.spec.num_kv_heads)
+    flat = (x.reshape(tokens, -1) for x in (q, k, v))
     with jax.named_scope("rope_and_write_kv"):
-        rotated, data, scales = write(
-            *(x.reshape(tokens, -1) for x in (q, k, v)),
-            rope.cos.astype(jnp.float32),
-            rope.sin.astype(jnp.float32),
-            meta.slot_mapping,
-            kv_pages.data,
-            kv_pages.scales,
-            spec=kv_pages.spec,
-            heads=(heads, kv_heads, kv_heads),
-            interpret=interpret,
+        rotated, kv_pages = _write_into(
+            kv_pages, meta, rope, *flat, heads=(heads, kv_heads, kv_heads), interpret=interpret
         )
-    return rotated.reshape(q.shape), dataclasses.replace(kv_pages, data=data, scales=scales)
+    return rotated.reshape(q.shape), kv_pages
 
 
 def rotate_and_write_qkv_gpu(
@@ -265,19 +268,16 @@ def rotate_and_write_qkv_gpu(
       dtype: of the result, where `qkv` is parts.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    spec, (tokens, total, head_dim) = kv_pages.spec, qkv.shape[-3:]
+    tokens, total, head_dim = qkv.shape[-3:]
     parts = 1 if qkv.ndim == 3 else qkv.shape[0]
-    kv_heads, fused = spec.num_kv_heads, qkv.reshape(parts * tokens, -1)
+    kv_heads, fused = kv_pages.spec.num_kv_heads, qkv.reshape(parts * tokens, -1)
     heads = total - 2 * kv_heads
     with jax.named_scope("rope_and_write_kv"):
-        rotated, data, scales = write(
+        rotated, kv_pages = _write_into(
+            kv_pages,
+            meta,
+            rope,
             *(fused, fused, fused),
-            rope.cos.astype(jnp.float32),
-            rope.sin.astype(jnp.float32),
-            meta.slot_mapping,
-            kv_pages.data,
-            kv_pages.scales,
-            spec=spec,
             heads=(
                 Heads(heads),
                 Heads(kv_heads, heads * head_dim),
@@ -287,7 +287,7 @@ def rotate_and_write_qkv_gpu(
             parts=parts,
             interpret=interpret,
         )
-    return rotated.reshape(tokens, heads, head_dim), dataclasses.replace(kv_pages, data=data, scales=scales)
+    return rotated.reshape(tokens, heads, head_dim), kv_pages
 
 
 def write_kv_gpu(
@@ -306,17 +306,9 @@ def write_kv_gpu(
     if k.shape[0] == 1:
         return write_kv_xla(k, v, kv_pages, meta)
     heads = Heads(kv_pages.spec.num_kv_heads)
+    flat = (x.reshape(x.shape[0], -1) for x in (k, v))
     with jax.named_scope("write_kv"):
-        _, data, scales = write(
-            None,
-            *(x.reshape(x.shape[0], -1) for x in (k, v)),
-            None,
-            None,
-            meta.slot_mapping,
-            kv_pages.data,
-            kv_pages.scales,
-            spec=kv_pages.spec,
-            heads=(Heads(0), heads, heads),
-            interpret=interpret,
+        _, kv_pages = _write_into(
+            kv_pages, meta, None, None, *flat, heads=(Heads(0), heads, heads), interpret=interpret
         )
-    return dataclasses.replace(kv_pages, data=data, scales=scales)
+    return kv_pages
