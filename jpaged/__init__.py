@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jpaged import errors
     from jpaged.async_engine import AsyncEngine
-    from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+    from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
     from jpaged.engine import Engine
     from jpaged.llm import LLM, Score
     from jpaged.request import Completion, Output, SamplingParams, TokenLogprobs
@@ -36,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "Score",
+    "SpeculationConfig",
     "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
@@ -55,6 +56,7 @@ _HOME = {
     "SamplingParams": "jpaged.request",
     "SchedulerConfig": "jpaged.config",
     "Score": "jpaged.llm",
+    "SpeculationConfig": "jpaged.config",
     "StructuredOutput": "jpaged.structured",
     "TokenLogprobs": "jpaged.request",
     "Tokenizer": "jpaged.tokenizer",

@@ -31,6 +31,7 @@ from jpaged.engine_messages import (
     Taken,
 )
 from jpaged.errors import EngineFailedError, RequestError
+from jpaged.intake import checked_name
 from jpaged.request import Output, SamplingParams
 from jpaged.request_stream import RequestStream
 
@@ -105,7 +106,7 @@ class AsyncEngine:
         """Starts the engine and waits until it is ready.
 
         Raises:
-          EngineFailedError: it could not start; the message says why.
+          JpagedError: it could not start: a ConfigError and the like, if that is why, else an EngineFailedError.
         """
         if self._started is not None:
             raise RuntimeError("this AsyncEngine was started before; make a new one")
@@ -195,8 +196,11 @@ class AsyncEngine:
         return stream
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """Ends requests at once, all if none are named; returns how many of them were live."""
-        names = list(self._numbers) if request_ids is None else dict.fromkeys(request_ids)
+        """Ends requests at once, all if none are named; returns how many of them were live. Raises RequestError."""
+        if isinstance(request_ids, str):
+            raise RequestError(f"request_ids is {request_ids!r:.80}, expected a list of ids")
+        given = self._numbers if request_ids is None else request_ids
+        names = dict.fromkeys(checked_name("an entry of request_ids", name) for name in given)
         numbers = tuple(self._numbers[name] for name in names if name in self._numbers)
         if numbers:
             self._port.send(Abort(numbers))
@@ -204,8 +208,8 @@ class AsyncEngine:
 
     def _new(self, prompt, params, request_id, stream, priority, cache_salt, arrival_s) -> Add:
         self._require_alive()
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise RequestError(f"request_id is {request_id!r:.80}, expected a non-empty string")
+        if request_id is not None:
+            checked_name("request_id", request_id)
         if request_id in self._numbers:
             raise RequestError(f"request {request_id!r:.80} is still being served: use another request_id")
         number = next(self._serial)
@@ -356,7 +360,7 @@ class AsyncEngine:
         self._state, self._failure = "dead", event.failure
         self._fail_all(event.failure)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(EngineFailedError(event.failure))
+            self._started.set_exception(getattr(errors, event.kind)(event.failure))
 
     def _fail_all(self, failure: str) -> None:
         error = f"the engine failed: {failure}" if self._state != "closed" else failure

@@ -11,6 +11,8 @@ All that a step needs to be told goes over in one transfer. The array holds, for
     kv_lens       S
     cu_q_lens     S + 1
     sources       S         index in [0, T) of the token that the row samples after
+    row_steps     S         decode steps in which the row takes part; this and the next only if there are several
+    stop_ids      8 * S     tokens after which it takes part in no more of them; -1 where there are fewer
     scalars       3         num_decode, num_seqs, wants_prompt_logprobs
     sampling      F * S     sampling parameters, floats by their bits (`sampling_rows`)
 """
@@ -36,6 +38,7 @@ from jpaged.sampling_rows import (
 from jpaged.sequence import Sequence
 from jpaged.step_plan import StepPlan
 
+NUM_STOP_IDS: Final = 8  # that the device knows of a row; those of more it looks for on the host alone
 MAX_IN_FLIGHT: Final = 4  # steps that were packed and have not ended, the one being packed included
 _POSITION, _SAMPLES, _BANS_STOPS = map(sampling_field, ("position", "samples", "bans_stops"))
 
@@ -52,6 +55,8 @@ def _layout(shape: StepShape) -> dict[str, slice]:
         "kv_lens": s,
         "cu_q_lens": s + 1,
         "sources": s,
+        "row_steps": s if shape.num_steps > 1 else 0,
+        "stop_ids": s * NUM_STOP_IDS if shape.num_steps > 1 else 0,
         "scalars": 3,
         "sampling": NUM_SAMPLING_FIELDS * s,
     }
@@ -77,9 +82,11 @@ class StepInputs:
       tokens: ids, or -1 - entry for the token that was sampled last for a state entry, which the device remembers.
       next_tokens: for prompt log-probabilities.
       source: index in [0, T) of the token that each row samples after: its last one, or, for a sequence that was just
-        forked, that of its parent; 0 for padding rows.
+        forked, that of its parent; for a row that guesses (`Drafts`) the one before its guesses, which follow as rows
+        of their own that have no tokens to compute; 0 for padding rows.
       meta: for paged attention.
       sampling: parameters of each row.
+      row_steps, stop_ids: as in the packed array; empty if there is one step.
       wants_prompt_logprobs: some row asks for them.
     """
 
@@ -88,6 +95,8 @@ class StepInputs:
     source: Int32[Array, " S"]
     meta: PagedMetadata
     sampling: SamplingRows
+    row_steps: Int32[Array, " rows"]
+    stop_ids: Int32[Array, "rows ids"]
     wants_prompt_logprobs: Bool[Array, ""]
 
 
@@ -109,6 +118,8 @@ def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
             num_seqs=num_seqs,
         ),
         sampling=unpack_sampling_rows(field["sampling"].reshape(NUM_SAMPLING_FIELDS, shape.num_rows)),
+        row_steps=field["row_steps"],
+        stop_ids=field["stop_ids"].reshape(-1, NUM_STOP_IDS),
         wants_prompt_logprobs=wants_prompt_logprobs != 0,
     )
 
@@ -145,6 +156,7 @@ class BatchPacker:
         self._known = np.full((max_num_seqs + 1, 3), -1, np.int64)
         self._page_table = np.zeros((max_num_seqs + 1, max(s.pages_per_row for s in shapes)), np.int32)
         self._sampling = np.repeat(sampling_fields([], 1, max_num_seqs), max_num_seqs + 1, axis=1)
+        self._stop_ids = np.full((max_num_seqs + 1, NUM_STOP_IDS), -1, np.int32)
         self._ban_ends = np.zeros(max_num_seqs + 1, np.int64)  # where the output is as long as min_tokens
         self._wants_prompt = np.zeros(max_num_seqs + 1, bool)
         self._any_bans = self._any_wants_prompt = False
@@ -154,10 +166,11 @@ class BatchPacker:
         """The smallest shape that holds the plan, whose longest row has so many KV tokens."""
         pages = -(-longest // self._page_size)
         for shape in self._shapes:
-            if shape.num_tokens >= plan.num_tokens and shape.num_rows >= plan.num_seqs and shape.pages_per_row >= pages:
+            fits = shape.num_tokens >= plan.num_tokens and shape.num_rows >= plan.num_samples
+            if fits and shape.num_steps == plan.num_steps and shape.pages_per_row >= pages:
                 return shape
         raise RuntimeError(
-            f"a plan of {plan.num_tokens} tokens, {plan.num_seqs} rows and {pages} pages a row fits no step shape; "
+            f"a plan of {plan.num_tokens} tokens, {plan.num_samples} rows and {pages} pages a row fits no step shape; "
             f"the largest is {self._shapes[-1]}"
         )
 
@@ -169,10 +182,11 @@ class BatchPacker:
         """
         entries, starts, q_lens = plan.entries, plan.starts, plan.q_lens
         kv_lens = starts + q_lens
-        shape = self._shape_for(plan, int(kv_lens.max()))
+        in_the_end = kv_lens if plan.num_more is None else kv_lens + plan.num_more
+        shape = self._shape_for(plan, int(in_the_end.max()))
         buffer = self._next_buffer(shape)
         field, num_seqs, num_tokens = buffer.field, plan.num_seqs, plan.num_tokens
-        self._learn(plan, kv_lens)
+        self._learn(plan, in_the_end)
         buffer.of_tokens.fill(0)
         buffer.of_rows.fill(0)
 
@@ -191,6 +205,16 @@ class BatchPacker:
         slots += offset
 
         self._write_tokens(plan, ends, field["tokens"])
+        sampled_entries, sampled_positions, samples = entries, kv_lens, plan.samples
+        if plan.drafts is not None:  # one more row of the sampler a guess, which samples after it
+            rows, places, counts = plan.drafts.rows, plan.drafts.places, plan.drafts.counts
+            sources -= counts[plan.sources]
+            guesses = sources[rows] + 1 + places
+            field["tokens"][guesses] = plan.drafts.tokens
+            sources = np.concatenate((sources, guesses))
+            sampled_entries = np.concatenate((entries, entries[rows]))
+            sampled_positions = np.concatenate((plan.positions, plan.positions[rows] + 1 + places))
+            samples = np.concatenate((samples, np.ones(len(rows), bool)))
         field["positions"][:num_tokens] = positions
         field["slots"][:num_tokens] = slots
         padded = buffer.entries
@@ -204,17 +228,21 @@ class BatchPacker:
         cu_q_lens = field["cu_q_lens"]
         cu_q_lens[1 : num_seqs + 1] = ends
         cu_q_lens[num_seqs + 1 :] = num_tokens
-        field["sources"][:num_seqs] = sources
+        num_samples = len(sources)
+        field["sources"][:num_samples] = sources
+        if plan.num_more is not None:
+            field["row_steps"][:num_seqs] = 1 + plan.num_more
+            field["stop_ids"].reshape(-1, NUM_STOP_IDS)[:num_seqs] = self._stop_ids[entries]
         scalars = field["scalars"]
         scalars[0], scalars[1] = plan.num_decode, num_rows
         if self._any_wants_prompt and self._wants_prompt[entries].any():
             scalars[2] = self._write_next_tokens(plan, field["next_tokens"])
-        padded[:num_seqs] = entries
+        padded[:num_samples] = sampled_entries
         sampling = np.take(self._sampling, padded, axis=1, out=buffer.sampling, mode="clip")
-        sampling[_POSITION, :num_seqs] = kv_lens
-        sampling[_SAMPLES, :num_seqs] = plan.samples
+        sampling[_POSITION, :num_samples] = sampled_positions
+        sampling[_SAMPLES, :num_samples] = samples
         if self._any_bans:
-            sampling[_BANS_STOPS, :num_seqs] = kv_lens < self._ban_ends[entries]
+            sampling[_BANS_STOPS, :num_samples] = sampled_positions < self._ban_ends[sampled_entries]
         return buffer.packed, shape
 
     def _next_buffer(self, shape: StepShape) -> _Buffer:
@@ -255,6 +283,8 @@ class BatchPacker:
         params, num_prompt, num_top = seq.request.params, seq.num_prompt_tokens, num_logprobs(seq)
         row = SamplingRow(params, seq.seed, entry, 0, samples=False, num_output_tokens=0, num_logprobs=num_top)
         self._sampling[:, entry] = sampling_fields([row], 1, self._null_entry)[:, 0]
+        stop_ids = sorted(seq.stop_ids)[:NUM_STOP_IDS]
+        self._stop_ids[entry] = stop_ids + [-1] * (NUM_STOP_IDS - len(stop_ids))
         bans = params.min_tokens > 0 and params.structured is None
         self._ban_ends[entry] = num_prompt + params.min_tokens if bans else 0
         self._wants_prompt[entry] = params.prompt_logprobs is not None

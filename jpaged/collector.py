@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,11 +14,11 @@ import numpy as np
 from jpaged.batch import num_logprobs
 from jpaged.delta import StreamNews, StreamStart
 from jpaged.output_builder import OutputBuilder
-from jpaged.request import Output
+from jpaged.request import Output, TokenLogprobs
 from jpaged.request_metrics import RequestMetrics
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import HANDLE, LAST_TOKEN_NS, STREAM, WATCH, Sequence, SequenceGroup, SequenceStatus
-from jpaged.step import DispatchedStep, read_logprobs, read_prompt_logprobs
+from jpaged.step_outputs import DispatchedStep, read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import StepPlan
 from jpaged.timing import RequestTiming
 from jpaged.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FINISHED = SequenceStatus.FINISHED
 Streaming = bool | Literal["deltas"]
+Gaps = Counter[tuple[int, int]]  # requests that got tokens, by when they got those before, and how many
 
 
 @dataclass(eq=False)
@@ -164,41 +166,38 @@ class Collector:
             self._set_prompt_logprobs(done)
 
         def candidates(row: int) -> tuple[tuple[int, float], ...]:
-            found = logprobs(row)
+            found = logprobs(row, 0)
             return found.top if found is not None else ()
 
-        tokens, rare, ended_rows = self._scheduler.update(plan, token_ids[: plan.num_seqs], candidates)
-        gaps: dict[int, int] = {}  # requests that got a token, by when they got the one before
+        tokens, rare, ended_rows = self._scheduler.update(plan, plan.new_tokens(token_ids), candidates)
+        gaps: Gaps = Counter()
         ended: dict[str, _Live] = {}
         advanced: dict[str, _Live] = {}
-        others, streams = self._count(plan, rare, now_ns, gaps)
+        others, streams = self._count(plan, tokens, rare, now_ns, gaps)
         for row in streams:
             request_id = plan.seqs[row].group.request.request_id
             advanced[request_id] = self._live[request_id]
         for row in others:
-            seq, token = plan.seqs[row], tokens[row]
+            seq, new = plan.seqs[row], tokens[row]
             group = seq.group
             request_id = group.request.request_id
             live = self._live.get(request_id)
             if live is None or live.group is not group:
                 continue
-            if token is not None:
+            if new:
                 last_ns = live.last_token_ns
                 if not last_ns:
                     live.first_token_s = now_ns / 1e9
                 elif last_ns != now_ns:  # it is, where another answer got a token in this step
-                    gaps[last_ns] = gaps.get(last_ns, 0) + 1
+                    gaps[last_ns, len(new)] += 1
                 seq.last_token_ns = now_ns
-                self.num_generated_tokens += 1
+                self.num_generated_tokens += len(new)
             elif group.beam is not None and live.first_token_s is None and plan.samples[row]:
                 live.first_token_s = now_ns / 1e9
             ended_now = row in ended_rows
             try:  # the fault of one request ends that request alone
-                if token is not None and seq.watch == HANDLE:
-                    stop = live.builder.add_token(seq, token, logprobs(row), ends=seq.finish_reason == "stop")
-                    if stop is not None:
-                        self._scheduler.finish(seq, "stop", stop)
-                        ended_now = True
+                if new and seq.watch == HANDLE and self._handle(live, seq, row, new, logprobs):
+                    ended_now = True
                 if ended_now and live.builder.error is None:
                     live.builder.finish(seq)
             except Exception as error:
@@ -206,10 +205,10 @@ class Collector:
                 ended_now = True
             if group.status is FINISHED:
                 ended[request_id] = live  # other answers of it may have rows further down
-            elif live.stream and (token is not None or ended_now):
+            elif live.stream and (new or ended_now):
                 advanced[request_id] = live
-        for last_ns, times in gaps.items():
-            self.metrics.gap((now_ns - last_ns) / 1e9, times)
+        for (last_ns, num_new), times in gaps.items():
+            self.metrics.gap((now_ns - last_ns) / 1e9 / num_new, times * num_new)
         outputs = [self._close(live) for live in ended.values()]
         for request_id, live in advanced.items():
             if request_id in ended:
@@ -224,8 +223,24 @@ class Collector:
                 outputs.append(self._close(live))
         return outputs
 
-    def _count(self, plan: StepPlan, rare: list[int], now_ns: int, gaps: dict[int, int]) -> tuple[list[int], list[int]]:
-        """Counts the rows whose sequence merely got another token.
+    def _handle(
+        self, live: _Live, seq: Sequence, row: int, new: list[int], logprobs: Callable[[int, int], TokenLogprobs | None]
+    ) -> bool:
+        """Gives the builder a sequence's new tokens; whether a stop string ended it, before the last of them maybe."""
+        for place, token in enumerate(new):
+            rest = len(new) - place - 1
+            ends = not rest and seq.finish_reason == "stop"
+            stop = live.builder.add_token(seq, token, logprobs(row, place), ends=ends)
+            if stop is not None:
+                self._scheduler.finish(seq, "stop", stop, num_dropped=rest)
+                self.num_generated_tokens -= rest
+                return True
+        return False
+
+    def _count(
+        self, plan: StepPlan, tokens: list[list[int]], rare: list[int], now_ns: int, gaps: Gaps
+    ) -> tuple[list[int], list[int]]:
+        """Counts the rows whose sequence merely got more tokens.
 
         Returns:
           The other rows; and the rows that were counted and stream.
@@ -243,13 +258,15 @@ class Collector:
             others = np.flatnonzero(~quiet).tolist()
             entries, lasts = entries[quiet], lasts[quiet]
         if num_quiet:
-            self.num_generated_tokens += num_quiet
             table[entries, LAST_TOKEN_NS] = now_ns
-            last = int(lasts[0])
-            if np.count_nonzero(lasts == last) == num_quiet:
-                gaps[last] = num_quiet
+            last, num_new = int(lasts[0]), len(tokens[int(quiet.argmax())])
+            if plan.is_even and np.count_nonzero(lasts == last) == num_quiet:
+                gaps[last, num_new] = num_quiet
+                self.num_generated_tokens += num_quiet * num_new
             else:
-                gaps.update(Counter(lasts.tolist()))
+                lens = [len(tokens[row]) for row in np.flatnonzero(quiet).tolist()]
+                gaps.update(zip(lasts.tolist(), lens, strict=True))
+                self.num_generated_tokens += sum(lens)
         streams = quiet & (watch == STREAM)
         return others, np.flatnonzero(streams).tolist() if np.count_nonzero(streams) else []
 
@@ -307,5 +324,5 @@ class Collector:
                     self._scheduler.finish(other, "error")
 
 
-def _no_logprobs(row: int) -> None:
+def _no_logprobs(row: int, place: int) -> None:
     return None

@@ -145,40 +145,98 @@ class SchedulerConfig:
         _require(costs is None or self.preemption == "auto", "preemption_costs", costs, unread)
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The padded sizes of one compiled step: tokens T, rows S, pages a row P.
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding by prompt lookup: guesses of the next tokens, found in the prompt and in the output so far.
+
+    They are computed and checked by one step, and change no answer. A row guesses only while that pays, by what steps
+    take and by how often it was right of late.
+
+    Attributes:
+      num_tokens: tokens that a row guesses in one step at the most.
+      shortest_match: last tokens of a text that must have stood before, for what came after them to be a guess.
+      longest_match: last tokens that are compared, to find the place that is most alike.
+      max_rows: if more sequences run, nobody guesses.
+      token_cost: what a step takes longer for each further token, padding included, as a part of what it takes for one.
+      wait_cost: what it takes longer because it is read before the next one is planned, as a part of the same. If both
+        are given, they hold; else what steps take is measured while they run, and these are what is expected before.
 
     Example:
-      >>> str(StepShape(32, 8, 64))
-      'T32 S8 P64'
+      >>> SpeculationConfig(num_tokens=7).num_tokens
+      7
+    """
+
+    num_tokens: int = 15
+    shortest_match: int = 2
+    longest_match: int = 8
+    max_rows: int = 64
+    token_cost: float | None = None
+    wait_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "shortest_match", "max_rows"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, name, value, "an integer of at least 1")
+        longest, least = self.longest_match, self.shortest_match
+        _require(_is_int(longest) and longest >= least, "longest_match", longest, f"an integer of at least {least}")
+        for name in ("token_cost", "wait_cost"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(value is None or (is_number and 0 <= value <= 100), name, value, "a number in [0, 100], or None")
+
+
+MAX_DECODE_STEP_ROWS: Final = 64
+_MOST_STEPS: Final = 64
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The padded sizes of one compiled step: tokens T, rows S, pages a row P; decode steps that it does one by one.
+
+    Example:
+      >>> str(StepShape(32, 8, 64)), str(StepShape(8, 8, 64, num_steps=4))
+      ('T32 S8 P64', 'T8 S8 P64 x4')
     """
 
     num_tokens: int
     num_rows: int
     pages_per_row: int
+    num_steps: int = 1
 
     def __str__(self) -> str:
-        return f"T{self.num_tokens} S{self.num_rows} P{self.pages_per_row}"
+        several = f" x{self.num_steps}" if self.num_steps > 1 else ""
+        return f"T{self.num_tokens} S{self.num_rows} P{self.pages_per_row}{several}"
 
 
-def default_token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Buckets that waste at most 4x on tiny steps: 1, 4, 16, ..., then `max_num_seqs`, then up to the budget.
+def default_token_buckets(max_num_seqs: int, max_num_batched_tokens: int, platform: str = "cpu") -> tuple[int, ...]:
+    """Padded numbers of tokens: of decode rows to `max_num_seqs`, of steps with prompts above, to the budget.
+
+    CPU: steps four times as large as the last, as compiling is dear. TPU: the same, none of less than a tile's 8 rows.
+    GPU: close together where a decode step's time grows with its rows, from 64 on, and far apart where it hardly does;
+    above, twice as large each, for where prompts wait a step is cut to fit (`Planner`).
+
+    Args:
+      max_num_seqs, max_num_batched_tokens: see `SchedulerConfig`.
+      platform: "cpu", "gpu" or "tpu".
 
     Example:
-      >>> default_token_buckets(32, 512)
-      (1, 4, 16, 32, 128, 512)
+      >>> default_token_buckets(32, 512), default_token_buckets(64, 512, "tpu")
+      ((1, 4, 16, 32, 128, 512), (8, 32, 64, 256, 512))
+      >>> default_token_buckets(512, 2048, "gpu")
+      (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
     """
-    sizes = {max_num_seqs, max_num_batched_tokens}
-    size = 1
-    while size < max_num_seqs:
-        sizes.add(size)
-        size *= 4
-    size = max_num_seqs * 4
-    while size < max_num_batched_tokens:
-        sizes.add(size)
-        size *= 4
-    return tuple(sorted(sizes))
+    if platform == "gpu":
+        powers = [1 << n for n in range(6, max_num_batched_tokens.bit_length())]
+        decode = [1, 8, 32, *powers, *(3 * power // 2 for power in powers if power > 64)]
+        sizes = {size for size in decode if size < max_num_seqs} | {size for size in powers if size > max_num_seqs}
+    else:
+        sizes = set()
+        for size, end in ((8 if platform == "tpu" else 1, max_num_seqs), (4 * max_num_seqs, max_num_batched_tokens)):
+            while size < end:
+                sizes.add(size)
+                size *= 4
+    sizes = {size for size in sizes if size < max_num_batched_tokens}
+    return tuple(sorted(sizes | {max_num_seqs, max_num_batched_tokens}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +248,18 @@ class EngineConfig:
       scheduler: what one step may hold.
       token_buckets: padded numbers of tokens T, ascending; the last one is at least the token budget. `None`: chosen by
         `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
-        each entry of this list and of `page_buckets`.
+        each entry of this list and of `page_buckets`. With `speculation` it has at least min(T, 1 + num_tokens) rows.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
         alone. Attention walks only live pages, so wide tables cost it nothing; but rows x P page ids go over to the
         device in every step, which is a megabyte for 32 rows of 131,072 tokens: give smaller buckets there.
+      speculation: guess tokens ahead; `None`: never. Off by default: it pays where answers repeat what is in the
+        prompt, and in 16-bit arithmetic an answer may change where two tokens are as good as equally likely, since a
+        step of more tokens rounds in other places.
+      decode_steps: tokens that a program decodes for each row while nobody waits for a turn, where at most
+        `MAX_DECODE_STEP_ROWS` rows run; 1: never more than one. The host then has so many times as long for a step, and
+        tokens come in bursts. Answers are the same, but for what 16-bit arithmetic rounds elsewhere in another program.
+        `None`: 4 on a GPU if reading the weights takes it less than a host needs for a step
+        (`jpaged.kv_cache.choose_decode_steps`), else 1.
       max_logprobs: entries of top-logprobs that a request may ask for.
       warmup: "eager" compiles every step shape at start; "lazy" compiles a shape when it first comes.
       recompile: what happens when a shape compiles after an eager warm-up: "warn" or "error".
@@ -210,6 +276,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     token_buckets: Sequence[int] | None = None
     page_buckets: Sequence[int] | None = None
+    speculation: SpeculationConfig | None = None
+    decode_steps: int | None = None
     max_logprobs: int = 20
     warmup: Literal["eager", "lazy"] = "lazy"
     recompile: Literal["warn", "error"] = "warn"
@@ -222,6 +290,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"a {kind.__name__}")
+        guesses = self.speculation
+        expected = "a SpeculationConfig, or None"
+        _require(guesses is None or isinstance(guesses, SpeculationConfig), "speculation", guesses, expected)
         if not self.cache.host_pages:
             how, costs, why = self.scheduler.preemption, self.scheduler.preemption_costs, "there are no host_pages"
             _require(how != "swap", "preemption", how, f"'auto' or 'recompute': {why} (CacheConfig)")
@@ -244,6 +315,8 @@ class EngineConfig:
                 sizes,
                 f"ascending integers, the last at least {least}",
             )
+        steps, expected = self.decode_steps, f"an integer in [1, {_MOST_STEPS}], or None"
+        _require(steps is None or (_is_int(steps) and 1 <= steps <= _MOST_STEPS), "decode_steps", steps, expected)
         _require(_is_int(self.max_logprobs) and self.max_logprobs >= 0, "max_logprobs", self.max_logprobs, ">= 0")
         _require(_is_int(self.seed) and self.seed >= 0, "seed", self.seed, "an integer of at least 0")
         names = ("xla", "mosaic_gpu", "mosaic_tpu")
@@ -252,12 +325,13 @@ class EngineConfig:
         _require(self.warmup in ("eager", "lazy"), "warmup", self.warmup, '"eager" or "lazy"')
         _require(self.recompile in ("warn", "error"), "recompile", self.recompile, '"warn" or "error"')
 
-    def step_shapes(self, max_model_len: int, page_size: int) -> tuple[StepShape, ...]:
+    def step_shapes(self, max_model_len: int, page_size: int, platform: str = "cpu") -> tuple[StepShape, ...]:
         """Every shape that a step may have, in ascending order.
 
         Args:
           max_model_len: tokens of a sequence at the most (resolved).
           page_size: token slots a page (resolved).
+          platform: of the device, for `default_token_buckets`.
 
         Raises:
           ConfigError: the largest page bucket cannot hold `max_model_len` tokens.
@@ -268,8 +342,13 @@ class EngineConfig:
           ['T1 S1 P4', 'T4 S4 P4', 'T16 S4 P4']
         """
         seqs = self.scheduler.max_num_seqs
-        tokens = self.token_buckets or default_token_buckets(seqs, self.scheduler.max_num_batched_tokens)
+        tokens = self.token_buckets or default_token_buckets(seqs, self.scheduler.max_num_batched_tokens, platform)
         needed = -(-max_model_len // page_size)
         pages = self.page_buckets or (needed,)
         _require(pages[-1] >= needed, "page_buckets", pages, f"a last entry of at least {needed} pages")
-        return tuple(StepShape(t, min(t, seqs), p) for t in tokens for p in pages)
+        rows = seqs if self.speculation is None else max(seqs, 1 + self.speculation.num_tokens)
+        shapes = [StepShape(t, min(t, rows), p) for t in tokens for p in pages]
+        if (steps := self.decode_steps or 1) > 1:
+            few = min(seqs, MAX_DECODE_STEP_ROWS)
+            shapes += [StepShape(t, t, p, steps) for t in tokens for p in pages if t <= few]
+        return tuple(shapes)

@@ -17,9 +17,9 @@ from jpaged.config import EngineConfig, StepShape
 from jpaged.constraints import Constraints
 from jpaged.delta import StreamNews
 from jpaged.engine_client import PoolPicture
-from jpaged.engine_view import describe, picture, pool_use, read_stats
+from jpaged.engine_view import describe, page_map, picture, pool_use, read_stats
 from jpaged.entry_loader import EntryLoader
-from jpaged.intake import Intake
+from jpaged.intake import Intake, checked_name
 from jpaged.interrupts import deferred_interrupts
 from jpaged.kv_cache import allocate_pool, fit_engine
 from jpaged.memory_manager import MemoryManager
@@ -30,9 +30,11 @@ from jpaged.request import Output, SamplingParams
 from jpaged.sampler_state import MAX_BANNED_IDS, make_sampler_state
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
+from jpaged.speculation import Speculation
 from jpaged.state_loader import StateLoader
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
-from jpaged.step import DispatchedStep, StepRunner
+from jpaged.step import StepRunner
+from jpaged.step_outputs import DispatchedStep
 from jpaged.step_plan import StepPlan
 from jpaged.step_programs import Program
 from jpaged.tokenizer import Tokenizer
@@ -82,18 +84,17 @@ class Engine:
         eos_token_ids: Iterable[int] | None = None,
         on_compile: Callable[[Program], None] | None = None,
     ):
-        self.config = config = config or EngineConfig()
+        fit = fit_engine(model, config or EngineConfig())
+        self.config = config = fit.config
         if config.compilation_cache:
             enable_compilation_cache()
-        self.tokenizer = tokenizer
-        fit = fit_engine(model, config)
-        self.vocab_size = model.vocab_size
-        self.device, self.dtype, self.pool_plan = fit.device, fit.dtype, fit.pool_plan
+        self.tokenizer, self.vocab_size = tokenizer, model.vocab_size
+        self.device, self.dtype, self.pool_plan = fit.device, fit.dtype, (plan := fit.pool_plan)
         self.implementation, self.implementation_reason = fit.implementation, fit.reason
         if eos_token_ids is None:
             eos_token_ids = {*getattr(model, "eos_token_ids", ()), *(tokenizer.eos_token_ids if tokenizer else ())}
         self.eos_token_ids = tuple(sorted(eos_token_ids))
-        self.step_shapes = config.step_shapes(self.pool_plan.max_model_len, self.pool_plan.page_size)
+        self.step_shapes = config.step_shapes(plan.max_model_len, plan.page_size, self.device.platform)
         self._runner = StepRunner(
             model,
             max_logprobs=config.max_logprobs,
@@ -132,7 +133,13 @@ class Engine:
             sliding_window=self._sliding_window,
         )
         self._scheduler = Scheduler(
-            config.scheduler, self._memory, max_model_len=plan.max_model_len, eos_token_ids=self.eos_token_ids
+            config.scheduler,
+            self._memory,
+            max_model_len=plan.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            token_buckets=sorted({shape.num_tokens for shape in self.step_shapes}),
+            speculation=config.speculation and Speculation(config.speculation, self.step_shapes, self.device.platform),
+            decode_steps=config.decode_steps or 1,
         )
         self._packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
         self._kv_pages = kv_pages
@@ -211,11 +218,12 @@ class Engine:
 
     def unpin_prefix(self, name: str) -> bool:
         """Lets a pinned prefix go; it stays cached until its pages are needed. False if there is none of that name."""
-        return self._scheduler.unpin(name)
+        return self._scheduler.unpin(checked_name("name", name))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes and drops all pins; what runs keeps its pages, which nobody else will find."""
-        self._scheduler.reset_prefix_cache()
+        with deferred_interrupts():
+            self._scheduler.reset_prefix_cache()
 
     def _add(self, prompt, params, request_id, *, stream: Streaming = False, **options) -> str:
         self._check_alive()
@@ -233,13 +241,9 @@ class Engine:
         return self._collector.take_news()
 
     def abort(self, request_id: str) -> Output | None:
-        """Ends a request and frees its pages at once.
-
-        Returns:
-          What it had produced, with finish_reason "abort"; `None` if no such request lives.
-        """
+        """Ends a request, frees its pages; gives what it had produced ("abort"), `None` if no such request lives."""
         with deferred_interrupts():
-            return self._collector.abort(request_id)
+            return self._collector.abort(checked_name("request_id", request_id))
 
     @property
     def has_work(self) -> bool:
@@ -268,7 +272,7 @@ class Engine:
                 self._dispatch(plan)
             elif not self._in_flight:  # nothing to do before a grammar is compiled, or a mask is made
                 self._constraints.wait()
-            ahead = 1 if self.config.run_ahead and plan is not None and plan.seqs else 0
+            ahead = 1 if self.config.run_ahead and plan is not None and plan.seqs and plan.drafts is None else 0
             while len(self._in_flight) > ahead:
                 outputs += self._collect()
             return outputs
@@ -312,15 +316,13 @@ class Engine:
         counter = self._counter
         counter.pack_s += packed_at - moved_at
         counter.dispatch_s += time.perf_counter() - packed_at - compile_s
-        counter.count_step(
-            pool_use(self._memory, self._scheduler),
-            num_rows=plan.num_seqs,
-            num_tokens=plan.num_tokens,
-            num_padded=shape.num_tokens - plan.num_tokens,
-        )
+        use, num_padded = pool_use(self._memory, self._scheduler), shape.num_tokens - plan.num_tokens
+        counts = {"num_rows": plan.num_seqs, "num_tokens": plan.num_tokens, "num_padded": num_padded}
+        counter.count_step(use, **counts, times=plan.num_steps)
 
     def _end_all(self, interrupt: KeyboardInterrupt) -> None:
         """After Ctrl-C, which may come between any two lines of a step: ends all requests, then looks what is whole."""
+        steps = tuple(self._in_flight)
         try:
             self._collector.drop_all()
             self._in_flight.clear()
@@ -328,6 +330,7 @@ class Engine:
             self._scheduler.abandon_plan()
             self._scheduler.check_invariants()
             whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves((self._kv_pages, self._state)))
+            jax.block_until_ready([step.outputs.token_ids for step in steps])  # which read the packer's buffers
         except Exception:
             whole = False
         if not whole:  # torn: pages were donated and not received back, or taken and not entered anywhere
@@ -350,9 +353,8 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(
-                f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
-            ) from self._failure
+            what = f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
+            raise RuntimeError(what) from self._failure
 
     def warm_up(self, on_compiled: Callable[[Program, float], None] | None = None) -> float:
         """Compiles every program that is not there yet, side by side; after it a compile is a fault (`recompile`).
@@ -382,7 +384,7 @@ class Engine:
             self._scheduler.weights_changed()
 
     def lower_step(self, program: Program | StepShape) -> jax.stages.Lowered:
-        """A program of the step, of a shape the forward pass, lowered: to look into it, and at its memory."""
+        """A program of the step, of a shape the one that runs the model, lowered: to look into it and its memory."""
         return self._runner.lower(self._kv_pages, self._state, program)
 
     def stats(self) -> EngineStats:
@@ -395,6 +397,4 @@ class Engine:
 
     def page_map(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """The pages of each sequence of each running request, by request id: what the page table says, for people."""
-        return {
-            group.request.request_id: tuple(tuple(seq.pages) for seq in group.live) for group in self._scheduler.running
-        }
+        return page_map(self._scheduler)

@@ -56,7 +56,11 @@ def main(descriptor: int) -> int:
     except Exception as error:
         if not isinstance(error, JpagedError):
             logger.exception("the engine could not be made")
-        link.send([Dead(str(error) if isinstance(error, JpagedError) else failure_of(error))])
+        known = isinstance(error, JpagedError)
+        dead = Dead(str(error) if known else failure_of(error))
+        if known and type(error).__module__ == JpagedError.__module__:  # else the client does not know it
+            dead = dead._replace(kind=type(error).__name__)
+        link.send([dead])
         link.close()
         return FAILED_TO_START
     freeze_objects()
@@ -116,8 +120,9 @@ def _read(messages: Iterator[Any], commands: "SimpleQueue[Command]") -> None:
 
 
 def _watch(deadline: Deadline, link: EngineLink, boot: Boot) -> None:
-    """Ends the process when something does not end: a device that hangs raises nothing."""
+    """Ends the process when something does not end: a device that hangs raises nothing. Gives signs of life."""
     while (failure := deadline.missed) is None:
+        link.greet()
         time.sleep(min(boot.hang_s / 4, boot.load_s / 4, 1.0))
     logger.error("%s", failure)
     # A client that does not read, or whatever the main thread holds, must not keep this process alive.

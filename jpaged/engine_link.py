@@ -5,6 +5,7 @@ makes and the other inherits.
 """
 
 import asyncio
+import contextlib
 import pickle
 import queue
 import socket
@@ -114,6 +115,11 @@ class EngineLink:
     def send(self, message: object) -> None:
         """Hands a message to the writer. It must not change any more."""
         self._unsent.put(message)
+
+    def greet(self) -> None:
+        """Sends an empty message, as a sign of life; left out if the client is late, since others wait to be sent."""
+        with contextlib.suppress(queue.Full):
+            self._unsent.put_nowait([])
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Sends what waits, and ends the link."""

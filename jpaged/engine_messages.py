@@ -142,9 +142,10 @@ class Failing(NamedTuple):
 
 
 class Dead(NamedTuple):
-    """The engine failed and does not come back."""
+    """The engine failed and does not come back. `kind`: as of `Refused`, of an engine that could not be made."""
 
     failure: str
+    kind: str = "EngineFailedError"
 
 
 Event = Taken | Refused | Begun | Advanced | Ended | Done | Answer | Ready | Failing | Dead

@@ -1,6 +1,7 @@
 """`EngineProcess`: an engine in a process of its own, for `AsyncEngine`. This process never imports jax."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -17,6 +18,8 @@ from jpaged.engine_messages import Ask, Boot, Close, Command, Dead, Event, Faili
 from jpaged.restarts import RestartBudget, RestartPolicy
 
 logger = logging.getLogger(__name__)
+
+_LOOKS = 8  # for signs of life, until a process counts as dead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class EngineProcess:
       engine_restarts: restarts in place, within one process.
       hang_s: a step with what it compiles, a command, or a restart in place that takes longer counts as a crash.
       load_s: likewise for making the engine: loading weights, compiling.
+      silence_s: a process that gives no sign of life for so long is killed: it is stopped, or hangs in what lets none
+        of its threads run. Its own watchdog, which minds `hang_s`, gives the signs.
       stop_s: the process is killed if it takes longer to end than this.
       retry_s: pause before the first new process in a row; it doubles with each.
     """
@@ -60,6 +65,7 @@ class EngineProcess:
         engine_restarts: RestartPolicy | None = None,
         hang_s: float = 300.0,
         load_s: float = 1800.0,
+        silence_s: float = 60.0,
         stop_s: float = 10.0,
         retry_s: float = 0.5,
     ) -> None:
@@ -73,6 +79,7 @@ class EngineProcess:
             load_s=load_s,
         )
         self._budget = RestartBudget(restarts or RestartPolicy())
+        self._silence_s = silence_s
         self._stop_s = stop_s
         self._retry_s = retry_s
         self._receive: Callable[[list[Event]], None] = lambda events: None
@@ -80,7 +87,10 @@ class EngineProcess:
         self._link: ClientLink | None = None
         self._gone = asyncio.Event()  # the link to the present process is lost
         self._failure: str | None = None  # what the process said last of why it fails
+        self._kind = "EngineFailedError"  # the error's, if the engine could not be made
         self._is_ready = False  # the present process was
+        self._num_silent = 0  # looks in a row that found no sign of life of it
+        self._has_spoken = False  # the present process has; before, it starts Python
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -102,13 +112,13 @@ class EngineProcess:
             self._link.send(command)
 
     async def close(self) -> None:
-        """Lets the process end, or kills it after `stop_s`."""
+        """Lets the process end, or kills it after `stop_s`; at once if it is still making its engine."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
         if self._process is not None:
             self.send(Close())
-            await asyncio.to_thread(self._reap, self._stop_s)
+            await asyncio.to_thread(self._reap, self._stop_s if self._is_ready else 0.0)
         if self._link is not None:
             self._link.close()
 
@@ -126,14 +136,20 @@ class EngineProcess:
                 ours.close()
                 raise
         self._gone, self._failure, self._is_ready = asyncio.Event(), None, False
+        self._num_silent, self._has_spoken = 0, False
         self._link = ClientLink(self._take, self._gone.set)
         await asyncio.get_running_loop().create_connection(lambda: self._link, sock=ours)  # type: ignore[arg-type]
         self._link.send(self._boot)
 
     def _take(self, events: list[Event]) -> None:
+        self._num_silent, self._has_spoken = 0, True
+        if not events:  # a sign of life
+            return
         for event in events:
-            if isinstance(event, Failing | Dead):
+            if isinstance(event, Failing):
                 self._failure = event.failure
+            elif isinstance(event, Dead):
+                self._failure, self._kind = event
             elif isinstance(event, Ready):
                 self._is_ready, self._failure = True, None
         if not isinstance(events[0], Dead):  # whether it is dead is said here
@@ -143,7 +159,7 @@ class EngineProcess:
         """Waits for the end of the process, and starts the next one."""
         was_ready, wait_s = False, self._retry_s
         while True:
-            await self._gone.wait()
+            await self._end_of_process()
             if self._is_ready:
                 was_ready, wait_s = True, self._retry_s
             if was_ready:  # those who wait are told at once, before it is known how the process ended
@@ -152,7 +168,7 @@ class EngineProcess:
             failure = self._failure or f"the engine's process {ending}"
             logger.error("the engine's process %s%s", ending, f", after: {self._failure}" if self._failure else "")
             if not was_ready or not self._budget.take():
-                self._receive([Dead(failure)])
+                self._receive([Dead(failure) if was_ready else Dead(failure, self._kind)])
                 return
             self._receive([Failing(failure)])
             await asyncio.sleep(wait_s)
@@ -162,6 +178,19 @@ class EngineProcess:
             except OSError as error:  # no memory, no descriptors: `_gone` is still set, so the next turn tries again
                 self._is_ready = False  # that was the last process; the pause goes on doubling
                 self._failure = f"a new process cannot be started: {error.strerror or type(error).__name__}"
+
+    async def _end_of_process(self) -> None:
+        """Waits for the end of the process, or kills it when it is silent."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._silence_s / _LOOKS):
+                    await self._gone.wait()
+                    return
+            # Looks are counted, not seconds: this process may have been stopped itself, and has not read yet.
+            self._num_silent += self._has_spoken
+            if self._num_silent >= _LOOKS and self._process is not None:
+                self._failure = self._failure or f"the engine's process gave no sign of life for {self._silence_s:g} s"
+                self._process.kill()
 
     def _reap(self, timeout_s: float) -> str:
         """Waits for the end of the process, or kills it; says how it ended."""

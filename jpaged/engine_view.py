@@ -42,6 +42,9 @@ def read_stats(
         num_waiting=len(scheduler.waiting),
         num_finished=collector.num_finished,
         num_generated_tokens=collector.num_generated_tokens,
+        num_guessing_rows=scheduler.num_guessing_rows,
+        num_guesses=scheduler.num_guesses,
+        num_hits=scheduler.num_hits,
         num_preemptions=scheduler.num_preemptions,
         num_swaps=scheduler.num_swaps,
         num_copied_pages=memory.num_copied_pages,
@@ -87,6 +90,11 @@ def picture(memory: MemoryManager, scheduler: Scheduler) -> PoolPicture:
         num_ids += sum(map(len, pages))  # the whole of a request or nothing of it
         requests.append(_live_request(group, now, pages, shown=num_ids <= MAX_PAGE_IDS))
     return PoolPicture(states=memory.allocator.states(), requests=tuple(requests))
+
+
+def page_map(scheduler: Scheduler) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The pages of each sequence of each running request, by request id."""
+    return {group.request.request_id: tuple(tuple(seq.pages) for seq in group.live) for group in scheduler.running}
 
 
 def _live_request(group: SequenceGroup, now: float, pages: list[list[int]], *, shown: bool) -> LiveRequest:

@@ -60,6 +60,11 @@ class GroupQueues:
             self._running_rows = RunningRows(seqs)
         return self._running_rows
 
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that may run beside those that do, or may yet by a fork."""
+        return len(self._free_state_indices)
+
     def add(self, group: SequenceGroup) -> None:
         """A new group; its `rank` is set."""
         self.groups[group.request.request_id] = group

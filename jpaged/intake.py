@@ -1,6 +1,7 @@
 """`Intake`: the door. Checks a prompt and its parameters and makes a `Request`, or refuses it and says why."""
 
 import itertools
+import math
 import numbers
 import random
 import time
@@ -89,11 +90,13 @@ class Intake:
             raise RequestError(f'priority is {priority}, but this engine serves in order of arrival (policy "fcfs")')
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {cache_salt!r:.40}, expected a non-empty string or None")
+        if arrival_s is not None and not (isinstance(arrival_s, numbers.Real) and math.isfinite(arrival_s)):
+            raise RequestError(f"arrival_s is {arrival_s!r:.40}, expected seconds of time.monotonic(), or None")
         token_ids = self._encode(prompt) if isinstance(prompt, str) else self._token_ids(prompt)
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if name not in live_ids)
-        elif not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id is {request_id!r}, expected a non-empty string")
+        else:
+            checked_name("request_id", request_id)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return Request(
             request_id=request_id,
@@ -186,6 +189,18 @@ class Intake:
                 f"a beam search of width {params.num_sequences} with {len(stops)} stop token ids looks at the {needed} "
                 f"likeliest tokens of a beam, this engine gives at most {self._max_logprobs}: raise max_logprobs"
             )
+
+
+def checked_name(what: str, name: object) -> str:
+    """The name of a request or of a pinned prefix; raises RequestError if it cannot be one.
+
+    Example:
+      >>> checked_name("request_id", "a")
+      'a'
+    """
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{what} is {name!r:.80}, expected a non-empty string")
+    return name
 
 
 def _kind(prompt: object) -> str:

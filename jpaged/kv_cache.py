@@ -1,7 +1,7 @@
 """How many pages fit, and the device arrays that hold them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +17,7 @@ from jpaged.page_allocator import pages_at_most
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
 from jpaged.pallas_kernels.tpu_tuning import shape_objection
 from jpaged.sampler_state import sampler_state_bytes
+from jpaged.step_buffers import step_buffers
 
 GIB = 1 << 30
 MAX_SLOTS = 2**31 - 1
@@ -25,6 +26,7 @@ MAX_DEFAULT_CPU_POOL_BYTES = GIB
 # Of the Mosaic TPU kernel, which fetches a page by one DMA: one of so many bytes hides most of its latency.
 _TPU_PAGE_BYTES = 128 << 10
 _TPU_PAGE_SIZES = (64, 128)
+_SOON_READ_BYTES = 3 * 10**9  # at 3 TB/s and more, the rate of GPUs that serve: in a millisecond
 
 
 class Device(Protocol):
@@ -74,6 +76,8 @@ def model_weights(model: PagedModel) -> list[jax.Array]:
     Raises:
       ConfigError: `model` is no `PagedModel`, or has no such parameters.
     """
+    if isinstance(model, type):
+        raise ConfigError(f"the model is the class {model.__name__}, expected an object of it")
     if not isinstance(model, PagedModel):
         members = ("vocab_size", "max_position", "page_specs", "logits", "__call__")
         lacking = [name for name in members if not hasattr(model, name)]
@@ -247,6 +251,7 @@ class EngineFit:
       dtype: stored dtype of K and V.
       implementation, reason: of attention, and why this one.
       pool_plan: how many pages.
+      config: what was asked for, with `decode_steps` chosen.
     """
 
     device: Any
@@ -254,6 +259,7 @@ class EngineFit:
     implementation: str
     reason: str
     pool_plan: PoolPlan
+    config: EngineConfig
 
 
 def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
@@ -271,6 +277,12 @@ def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
     device = next(iter(first.devices()))
     dtype = config.cache.dtype or str(np.dtype(first.dtype))
     name, reason = choose_implementation(model, config, dtype=dtype, activations=first.dtype)
+    if config.decode_steps is None:
+        config = replace(config, decode_steps=choose_decode_steps(model, device.platform))
+    reserved = sampler_state_bytes(config.scheduler.max_num_seqs, model.vocab_size)
+    if device.platform == "gpu":
+        size = config.cache.page_size or default_page_size(model, dtype=dtype, implementation=name)
+        reserved += lent_bytes(model, config, page_size=size)
     pool_plan = plan_pool(
         model,
         config.cache,
@@ -278,9 +290,46 @@ def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
         dtype=dtype,
         implementation=name,
         device=device,
-        reserved_bytes=sampler_state_bytes(config.scheduler.max_num_seqs, model.vocab_size),
+        reserved_bytes=reserved,
     )
-    return EngineFit(device=device, dtype=dtype, implementation=name, reason=reason, pool_plan=pool_plan)
+    return EngineFit(device=device, dtype=dtype, implementation=name, reason=reason, pool_plan=pool_plan, config=config)
+
+
+def choose_decode_steps(model: PagedModel, platform: str) -> int:
+    """`EngineConfig.decode_steps` where it is `None`.
+
+    A GPU that has read all weights sooner than a host has handed over a step, which takes that about a millisecond,
+    waits for it. Four steps at once make that up; of more, a request that comes meanwhile would notice the time.
+
+    Args:
+      model: whose weights count.
+      platform: of the device.
+    """
+    return 4 if platform == "gpu" and sum(leaf.nbytes for leaf in model_weights(model)) < _SOON_READ_BYTES else 1
+
+
+def lent_bytes(model: PagedModel, config: EngineConfig, *, page_size: int) -> int:
+    """Bytes that the programs of a GPU's steps keep to write over (`jpaged.step_buffers`).
+
+    Args:
+      model: whose hidden states are taken to be as wide as the tables of its vocabulary.
+      config: says which steps there are.
+      page_size: token slots a page.
+    """
+    weights, vocab_size = model_weights(model), model.vocab_size
+    width = max((leaf.size // vocab_size for leaf in weights if vocab_size in leaf.shape), default=0)
+    longest = config.scheduler.max_model_len or model.max_position
+    if config.page_buckets:
+        longest = min(longest, config.page_buckets[-1] * page_size)
+    return sum(
+        one.nbytes
+        for one in step_buffers(
+            config.step_shapes(longest, page_size, "gpu"),
+            vocab_size=vocab_size,
+            hidden_size=width,
+            hidden_dtype=weights[0].dtype,
+        )
+    )
 
 
 def allocate_pool(model: PagedModel, plan: PoolPlan, *, dtype: str, implementation: str) -> list[KVPages]:

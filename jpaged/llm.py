@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from jpaged.engine import Engine
 from jpaged.errors import ConfigError, RequestError
 from jpaged.fetch import fetch
@@ -59,8 +59,9 @@ class LLM:
       tokenizer: a `Tokenizer`, a path to load it from, or `None`: the model's own (none for a model object).
       dtype: of weights and activations; `None`: float32 on CPU, bfloat16 elsewhere.
       weights: "int8" or "fp8": the layers' kernels are held so (`load_model`); what that saves goes to the pages.
-      config: `EngineConfig`; the five shortcuts below override its fields.
+      config: `EngineConfig`; the six shortcuts below override its fields.
       page_size, num_pages, max_num_seqs, max_num_batched_tokens, max_model_len: see `CacheConfig`, `SchedulerConfig`.
+      speculation: see `SpeculationConfig`.
       progress: show progress bars while loading and generating; `None`: on a terminal only.
 
     Raises:
@@ -90,6 +91,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
+        speculation: SpeculationConfig | None = None,
         progress: bool | None = None,
     ):
         self._progress = progress
@@ -106,6 +108,8 @@ class LLM:
                 "max_model_len": max_model_len,
             },
         )
+        if speculation is not None:
+            config = replace(config, speculation=speculation)
         served: PagedModel
         if isinstance(model, str | Path):
             path = fetch(str(model), progress=progress)
@@ -177,7 +181,7 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = _as_params(params, len(prompts))
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        priorities = list(priority) if isinstance(priority, AbstractSequence) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise RequestError(
                 f"got {len(priorities)} priorities for {len(prompts)} prompts; give one, or one a prompt"
@@ -317,7 +321,8 @@ def make_engine(**options: Any) -> Engine:
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")
+    if isinstance(prompts, Mapping) or not is_list or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
     if len(prompts) and (not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", 1) == 0):
         return [prompts]

@@ -205,6 +205,15 @@ class MemoryManager:
             seq.counters[WRITABLE_END] += self._page_size
         self._unwritten.update(pages)
 
+    def shrink(self, seq: Sequence) -> None:
+        """Takes back the last pages of a sequence that hold none of its computed tokens, which have become fewer."""
+        end = self.allocator.pages_for(seq.num_computed_tokens)
+        if end < len(seq.pages):
+            self.allocator.free(seq.pages[end:])
+            del seq.pages[end:]
+            seq.pages_version = next(self._versions)  # another page will stand there
+            seq.writable_end = end * self._page_size
+
     def commit(self, seq: Sequence) -> None:
         """Lets others find the full pages that are computed, by steps that ran or that are planned.
 
@@ -330,12 +339,9 @@ class MemoryManager:
         return self._pins.unpin(name)
 
     def weights_changed(self, seqs: Iterable[Sequence]) -> None:
-        """From now on nothing that was computed before is found.
+        """From now on nothing that was computed before is found; pins are dropped.
 
-        Pins are dropped. Sequences that hold pages, here or on the host, mix both and are not found either.
-
-        Args:
-          seqs: these sequences.
+        `seqs`, all that hold pages, here or on the host, mix both and are not found either.
         """
         self.weight_version += 1
         self.reset_prefix_cache(seqs)

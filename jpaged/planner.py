@@ -14,15 +14,19 @@ it again while others can go on: who lacks its pages waits. The first group is n
 fits; so every plan without results in flight makes progress.
 """
 
+import itertools
+from collections.abc import Sequence as AbstractSequence
+
 import numpy as np
 
 from jpaged.beam_steps import BeamSteps
-from jpaged.config import SchedulerConfig
+from jpaged.config import MAX_DECODE_STEP_ROWS, SchedulerConfig
 from jpaged.group_queues import GroupQueues
 from jpaged.memory_manager import MemoryManager
 from jpaged.plan_rows import PlanRows
 from jpaged.running_table import RunningRows
 from jpaged.sequence import LIMIT, NUM_COMPUTED, NUM_TOKENS, WRITABLE_END, Sequence, SequenceGroup, SequenceStatus
+from jpaged.speculation import Speculation
 from jpaged.step_plan import StepPlan
 
 RUNNING = SequenceStatus.RUNNING
@@ -37,29 +41,61 @@ class Planner:
       queues: all groups.
       beams: told of beams that are computed again.
       chunk: tokens of a sequence in one step at the most.
+      token_buckets: sizes that steps are padded to, ascending; where there are none, steps are not cut to fit.
+      speculation: lets rows guess; `None`: none does.
+      decode_steps: that are planned at once, if nobody waits for anything else.
     """
 
     def __init__(
-        self, config: SchedulerConfig, memory: MemoryManager, queues: GroupQueues, beams: BeamSteps, *, chunk: int
+        self,
+        config: SchedulerConfig,
+        memory: MemoryManager,
+        queues: GroupQueues,
+        beams: BeamSteps,
+        *,
+        chunk: int,
+        token_buckets: AbstractSequence[int] = (),
+        speculation: Speculation | None = None,
+        decode_steps: int = 1,
     ) -> None:
+        self._token_buckets = token_buckets
         self._max_num_tokens = config.max_num_batched_tokens
         self._memory = memory
         self._queues = queues
         self._beams = beams
         self._chunk = chunk
+        self._speculation = speculation
+        self._awaits_guesses = False
+        self._decode_steps = decode_steps
+        few = min(config.max_num_seqs, MAX_DECODE_STEP_ROWS)
+        self._few_rows = max((size for size in token_buckets if size <= few), default=0)
         self._page_size = memory.allocator.page_size
 
     def plan(self) -> StepPlan | None:
         """The next step; as `Scheduler.plan`."""
         queues = self._queues
+        if self._speculation is not None and self._waits(self._speculation):
+            return None
         rows = PlanRows(queues.table, self._max_num_tokens)
         self._memory.start_plan()
         self._fill(rows)
         while not rows and len(queues.running) > 1 and not any(map(_awaits, queues.running_rows.seqs)):
             self._preempt(queues.victim_of_all(), rows)  # they all waited for each other's pages
             self._fill(rows)
+        decodes_only = bool(rows) and rows.decodes_only
+        if self._speculation is not None and decodes_only:
+            self._guess(self._speculation, rows)
+        if self._decode_steps > 1 and decodes_only and not self._awaits_guesses:
+            self._go_on(rows)
+        if self._speculation is not None:
+            num_tokens = rows.num_tokens if decodes_only else None
+            self._speculation.costs.begin(num_tokens, waits=self._awaits_guesses, num_steps=rows.num_steps)
         transfers = self._memory.take_transfers()
         return rows.build(transfers) if rows or any(transfers) else None
+
+    def take_guesses(self) -> None:
+        """The step whose rows guessed was read, or will not be."""
+        self._awaits_guesses = False
 
     def _fill(self, rows: PlanRows) -> None:
         """Plans rows, in the three passes described at the top."""
@@ -70,6 +106,7 @@ class Planner:
             for place in np.flatnonzero(~decodes).tolist():
                 decodes[place] = self._may_decode(running.seqs[place], lacking, rows)
         rows.count_decoding()
+        rows.leave(self._num_prompt_tokens(rows.budget, lacking))
         for seq in lacking:
             if seq.status is RUNNING and rows.budget:
                 self._plan_chunk(seq, rows)
@@ -83,6 +120,89 @@ class Planner:
                 if seq.status is RUNNING and rows.budget:
                     self._plan_chunk(seq, rows)
             lacking += [seq for seq in admitted if self._queues.num_pages_due(seq)]
+
+    def _num_prompt_tokens(self, budget: int, lacking: list[Sequence]) -> int:
+        """How many tokens of prompts a step takes, at the most.
+
+        A step is padded to a compiled size. Where somebody has to wait for a turn anyway, prompts are cut so that the
+        step fills such a size, unless that would leave out more than half of what could be computed: what is left out
+        comes with the next step, and costs nobody but the one who is cut. What is found in the cache is not known yet;
+        it may leave the step smaller than expected, and so padded.
+
+        Args:
+          budget: tokens that are left beside decoding rows.
+          lacking: sequences that run and lack more than a token.
+        """
+        queues, taken = self._queues, self._max_num_tokens - budget
+        wanted = sum(min(seq.num_tokens - seq.num_computed_tokens, self._chunk) for seq in lacking)
+        free = queues.num_free_rows
+        for group in itertools.chain(queues.preempted, queues.waiting):
+            free -= group.request.params.num_sequences
+            if free < 0 or group.num_pages_lacking or wanted >= budget:
+                break  # this one waits
+            seq = group.live[0]
+            wanted += min(seq.num_tokens - seq.num_computed_tokens, self._chunk)
+        else:
+            return budget
+        fitting = [size - taken for size in self._token_buckets if size <= taken + min(wanted, budget)]
+        return fitting[-1] if fitting and 0 < wanted <= 2 * fitting[-1] else budget
+
+    def _waits(self, speculation: Speculation) -> bool:
+        """Whether nothing is planned before what is in flight was read: because of guesses that it checks, or by which
+        rows could then guess.
+        """
+        seqs = self._queues.running_rows.seqs
+        if self._awaits_guesses or len(seqs) > speculation.max_rows or not any(seq.num_pending for seq in seqs):
+            return self._awaits_guesses
+        if speculation.rests():
+            return False
+        places = speculation.follow(seqs)
+        # Chunks of prompts fill a step anyway, and are planned ahead.
+        if not places or any(seq.num_tokens - seq.num_computed_tokens > 1 for seq in seqs):
+            return False
+        return bool(speculation.counts([seqs[place] for place in places], len(seqs), ahead=True))
+
+    def _guess(self, speculation: Speculation, rows: PlanRows) -> None:
+        """Lets decoding rows guess, as far as there is room without preemption; all of a step's rows are known then."""
+        decoding = rows.decoding
+        seqs = [seq for _, seq in decoding]
+        if len(seqs) > speculation.max_rows or any(seq.num_pending > 1 for seq in seqs):
+            return  # the step before was not read
+        able = speculation.follow(seqs)
+        counts = speculation.counts([seqs[index] for index in able], len(seqs)) if able else []
+        for index, count in zip(able, counts, strict=False):
+            place, seq = decoding[index]
+            most = min(count, rows.budget, self._chunk - 1)
+            if most > 0 and self._has_room(seq, most) and seq.guesser is not None:
+                rows.guess(place, seq.guesser.guess(seq.tokens, most))
+                self._awaits_guesses = True
+
+    def _has_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Gets the pages for guesses of a sequence that decodes in this plan, if they are there to be had."""
+        if seq.num_computed_tokens + num_tokens <= seq.writable_end:
+            return True
+        seq.num_computed_tokens -= 1  # the token that it decodes sees as far back as ever
+        self._memory.commit(seq)
+        fits = self._memory.append(seq, 1 + num_tokens)
+        seq.num_computed_tokens += 1
+        return fits
+
+    def _go_on(self, rows: PlanRows) -> None:
+        """Plans several decode steps, as far as there is room without preemption, if nobody waits for a turn."""
+        queues, num_steps = self._queues, self._decode_steps
+        running, decoding = queues.running_rows, rows.decoding
+        if queues.waiting or queues.preempted or len(decoding) > self._few_rows or not running.are_plain:
+            return
+        entries = running.entries[[place for place, _ in decoding]]
+        counters = queues.table.counters.take(entries, axis=0)
+        num_more = np.clip(counters[:, LIMIT] - counters[:, NUM_TOKENS], 0, num_steps - 1)
+        if num_more.max() < num_steps - 1:
+            return  # what is left is sooner done by single steps
+        room = counters[:, WRITABLE_END] - counters[:, NUM_COMPUTED]
+        for row in np.flatnonzero(num_more > room).tolist():
+            if not self._has_room(decoding[row][1], int(num_more[row])):
+                num_more[row] = room[row]
+        rows.go_on(num_steps, num_more)
 
     def _decode_at_once(self, running: RunningRows) -> np.ndarray:
         """Which of those that run decode, as far as that can be said of all of them at once; bool[n]."""

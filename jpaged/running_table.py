@@ -61,8 +61,8 @@ class RunningTable:
         # It is the host that says what a beam goes on with.
         seq.num_given_tokens = seq.num_tokens if seq.group.beam is None else _NEVER
 
-    def add(self, counter: int, entries: np.ndarray, amount: int) -> None:
-        """Adds to one counter of the sequences at these state indices."""
+    def add(self, counter: int, entries: np.ndarray, amount: int | np.ndarray) -> None:
+        """Adds to one counter of the sequences at these state indices; one amount, or one for each."""
         self._columns[counter][entries] += amount
 
     def end(self, seq: Sequence) -> int:
@@ -122,6 +122,11 @@ class RunningRows:
         return np.array([i for i, seq in enumerate(self.seqs) if seq.mask_position is not None], np.int64)
 
     @cached_property
+    def are_plain(self) -> bool:
+        """Whether the device can go on with each alone: nothing but its logits, and noise, says what it samples."""
+        return all(_is_plain(seq) for seq in self.seqs)
+
+    @cached_property
     def recomputed(self) -> list[Sequence]:
         """Those that were computed more than once."""
         return [seq for seq in self.seqs if seq.group.num_recomputed]
@@ -145,3 +150,11 @@ class RunningRows:
     def places(self) -> np.ndarray:
         """i64[n], 0, 1, 2 and so on."""
         return np.arange(len(self.seqs))
+
+
+def _is_plain(seq: Sequence) -> bool:
+    params = seq.request.params
+    adjusted = params.uses_penalties or params.logit_bias or params.min_tokens or params.allowed_token_ids is not None
+    filters = params.top_k > 1 or params.top_p < 1 or params.min_p > 0
+    told = params.logprobs is not None or params.num_sequences > params.n or seq.group.beam is not None
+    return not (adjusted or filters or told) and seq.mask_position is None

@@ -190,8 +190,10 @@ def sampling_kind(fields: np.ndarray) -> SamplingKind:
     def floats(name: str) -> np.ndarray:
         return fields[_INDEX[name]].view(np.float32)
 
-    samples = fields[_INDEX["samples"]] != 0
     flags = fields[_INDEX["uses_penalties"] : _INDEX["uses_mask"] + 1]
+    if not np.count_nonzero(flags) and not np.count_nonzero(fields[_INDEX["temperature"]]):
+        return "greedy"
+    samples = fields[_INDEX["samples"]] != 0
     if (samples & flags.any(axis=0)).any():
         return "full"
     top_k = fields[_INDEX["top_k"]]
@@ -204,7 +206,8 @@ def sampling_kind(fields: np.ndarray) -> SamplingKind:
 
 def wants_logprobs(fields: np.ndarray) -> bool:
     """Whether some row asks for log-probabilities of what it samples; `fields` as for `sampling_kind`."""
-    return bool(((fields[_INDEX["num_logprobs"]] >= 0) & (fields[_INDEX["samples"]] != 0)).any())
+    asks = fields[_INDEX["num_logprobs"]] >= 0
+    return bool(np.count_nonzero(asks) and (asks & (fields[_INDEX["samples"]] != 0)).any())
 
 
 def unpack_sampling_rows(fields: Int32[Array, "F S"]) -> SamplingRows:

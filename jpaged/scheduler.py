@@ -16,6 +16,7 @@ import numpy as np
 
 from jpaged.beam_steps import BeamSteps, Candidates
 from jpaged.config import SchedulerConfig
+from jpaged.drafts import FAILED, NO_TOKEN
 from jpaged.errors import RequestError
 from jpaged.group_queues import GroupQueues
 from jpaged.limits import Limits
@@ -24,6 +25,7 @@ from jpaged.planner import Planner
 from jpaged.request import FinishReason
 from jpaged.running_table import RunningTable
 from jpaged.sequence import LIMIT, NUM_COMPUTED, RUN, Sequence, SequenceGroup, SequenceStatus
+from jpaged.speculation import Speculation
 from jpaged.step_plan import StepPlan
 
 FINISHED = SequenceStatus.FINISHED
@@ -34,13 +36,13 @@ class RowResults(NamedTuple):
     """What a step brought, row by row.
 
     Attributes:
-      tokens: the token that was appended to the row's sequence; `None` if there is none, be it that the row did not
-        sample, failed, belongs to a beam search, or that its sequence had ended before.
-      rare: rows of which there may be more, or less, to say than that their sequence got a token and goes on.
+      tokens: those that were appended to the row's sequence, in order; none if the row did not sample, failed at once,
+        belongs to a beam search, or if its sequence had ended before.
+      rare: rows of which there may be more, or less, to say than that their sequence got tokens and goes on.
       ended: those of them whose sequence ended with this step.
     """
 
-    tokens: list[int | None]
+    tokens: list[list[int]]
     rare: list[int]
     ended: set[int]
 
@@ -54,6 +56,14 @@ class Scheduler:
       memory: where pages come from.
       max_model_len: tokens of a sequence at the most, prompt and output together.
       eos_token_ids: token ids that end every output, unless its request ignores them.
+      token_buckets: sizes that steps are padded to, ascending; where there are none, steps are not cut to fit.
+      speculation: lets rows guess; `None`: none does.
+      decode_steps: as in `EngineConfig`.
+
+    Attributes:
+      num_guessing_rows: rows that guessed.
+      num_guesses: tokens that they guessed.
+      num_hits: those of them that came true.
 
     Raises:
       ConfigError: `max_model_len` leaves no room for a prompt and an output token, or the preemption costs cannot be
@@ -87,6 +97,9 @@ class Scheduler:
         *,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
+        token_buckets: AbstractSequence[int] = (),
+        speculation: Speculation | None = None,
+        decode_steps: int = 1,
     ) -> None:
         self._config = config
         self._memory = memory
@@ -94,10 +107,12 @@ class Scheduler:
         self._stop_ids = Counter(dict.fromkeys(self._eos_token_ids, 1))  # of any request that is served
         self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
-        self._queues = GroupQueues(config, memory, chunk=self._chunk)
-        self._beams = BeamSteps(self._queues)
-        self._planner = Planner(config, memory, self._queues, self._beams, chunk=self._chunk)
+        self._queues = queues = GroupQueues(config, memory, chunk=self._chunk)
+        self._beams = BeamSteps(queues)
+        options = {"token_buckets": token_buckets, "speculation": speculation, "decode_steps": decode_steps}
+        self._planner = Planner(config, memory, queues, self._beams, chunk=self._chunk, **options)
         self._num_arrived = 0
+        self.num_guessing_rows = self.num_guesses = self.num_hits = 0
 
     @property
     def waiting(self) -> tuple[SequenceGroup, ...]:
@@ -198,55 +213,102 @@ class Scheduler:
         """Takes the results of a step; steps come in the order in which they were planned.
 
         An output ends, in this order: at an end-of-sequence id (unless ignored), at one of its stop token ids (neither
-        before `min_tokens`), at its length limit. Where a form is asked for, its masks decide when it may end. A
-        sequence that ended before, in `abort` for instance, is skipped: the token that was in flight then is dropped.
+        before `min_tokens`), at its length limit; tokens after that one are dropped. Where a form is asked for, its
+        masks decide when it may end. A sequence that ended before, in `abort` for instance, is skipped: the tokens that
+        were in flight then are dropped.
 
         Args:
           plan: the step's plan.
-          token_ids: one entry a row: the sampled token; negative if the logits were NaN, which ends the sequence with
-            finish_reason "error". Not read for rows that do not sample.
+          token_ids: one entry a row: the sampled token; or a line of them a row, in order, as many as the plan counts
+            on, but for rows that guess, which have `NO_TOKEN` after their last one. `FAILED` if the logits were NaN,
+            which ends the sequence with finish_reason "error". Not read for rows that do not sample.
           candidates: gives the likeliest tokens of a row, with their log-probabilities, best first; for beam searches.
         """
         sampled = np.asarray(token_ids)
         if len(sampled) != len(plan.seqs):
             raise ValueError(f"got {len(sampled)} token ids, expected {len(plan.seqs)}, one for each row of the plan")
-        tokens: list[int] = sampled.tolist()
-        new_tokens: list[int | None] = list(tokens)
+        if sampled.ndim == 1:
+            sampled = sampled[:, None]
+        tokens: list[list[int]] = sampled.tolist()
+        if plan.drafts is not None or not plan.is_even:
+            num_new = np.count_nonzero(sampled != NO_TOKEN, axis=1)
+            tokens = [row[:count] for row, count in zip(tokens, num_new.tolist(), strict=True)]
+            if plan.drafts is not None:
+                self._take_back(plan, num_new)
         rare = self._update_plain(plan, sampled, tokens) if len(tokens) > _FEW_ROWS else [*range(len(tokens))]
         live = [row for row in rare if plan.seqs[row].status is not FINISHED]
         for row in rare:
-            seq, token = plan.seqs[row], tokens[row]
-            if seq.status is FINISHED or not plan.samples[row] or token < 0 or not seq.limit:
-                new_tokens[row] = None
+            seq = plan.seqs[row]
+            if seq.status is FINISHED or not plan.samples[row] or not seq.limit:
+                new, tokens[row] = tokens[row], []
                 if seq.status is not FINISHED:
-                    self._update_rarely(plan, row, token, candidates)
-                continue
-            seq.tokens.append(token)
-            if token in seq.stop_ids or len(seq.tokens) >= seq.limit:
-                self._stop_if_due(seq, token)
-        return RowResults(new_tokens, rare, {row for row in live if plan.seqs[row].status is FINISHED})
+                    self._update_rarely(plan, row, new[0], candidates)
+            else:
+                tokens[row] = self._take(seq, tokens[row])
+        return RowResults(tokens, rare, {row for row in live if plan.seqs[row].status is FINISHED})
 
-    def _update_plain(self, plan: StepPlan, sampled: np.ndarray, tokens: list[int]) -> list[int]:
+    def _update_plain(self, plan: StepPlan, sampled: np.ndarray, tokens: list[list[int]]) -> list[int]:
         """Appends the tokens of rows that live, sampled and go on, all at once; gives the other rows."""
         counters = self.table.counters.take(plan.entries, axis=0)
         plain = plan.samples & (counters[:, RUN] == plan.versions[:, 1])
-        plain &= (plan.starts + plan.q_lens < counters[:, LIMIT] - 1) & (sampled >= 0)
-        if not self._stop_ids.keys().isdisjoint(tokens):
-            plain &= [token not in self._stop_ids for token in tokens]
+        plain &= plan.positions + sampled.shape[1] < counters[:, LIMIT]
+        plain &= (sampled != FAILED).all(axis=1) if sampled.shape[1] > 1 else sampled[:, 0] != FAILED
+        if not self._stop_ids.keys().isdisjoint(sampled.ravel().tolist()):
+            plain &= [self._stop_ids.keys().isdisjoint(row) for row in tokens]
         if np.count_nonzero(plain) == len(tokens):
-            for seq, token in zip(plan.seqs, tokens, strict=True):
-                seq.tokens.append(token)
+            for seq, new in zip(plan.seqs, tokens, strict=True):
+                seq.tokens += new
             return []
         for row in np.flatnonzero(plain).tolist():
-            plan.seqs[row].tokens.append(tokens[row])
+            plan.seqs[row].tokens += tokens[row]
         return np.flatnonzero(~plain).tolist()
 
-    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def _take(self, seq: Sequence, new: list[int]) -> list[int]:
+        """Appends tokens of a sequence one by one, to the one that ends it; those that were appended."""
+        for index, token in enumerate(new):
+            if token == FAILED:
+                self.finish(seq, "error")
+                return new[:index]
+            seq.tokens.append(token)
+            if token in seq.stop_ids or len(seq.tokens) >= seq.limit:
+                self._stop_if_due(seq, token)
+                if seq.status is FINISHED:
+                    return new[: index + 1]
+        return new
+
+    def _take_back(self, plan: StepPlan, num_new: np.ndarray) -> None:
+        """What a step did for guesses that it did not bear out counts as never done."""
+        assert plan.drafts is not None
+        self._planner.take_guesses()
+        for row in np.flatnonzero(plan.drafts.counts).tolist():
+            seq = plan.seqs[row]
+            if seq.run != plan.versions[row, 1]:
+                continue  # it has ended, and gave back all that it had
+            num_guesses, num_hits = int(plan.drafts.counts[row]), int(num_new[row]) - 1
+            self.num_guessing_rows += 1
+            self.num_guesses += num_guesses
+            self.num_hits += num_hits
+            surplus = num_guesses - num_hits
+            seq.num_tokens -= surplus
+            seq.num_computed_tokens -= surplus
+            seq.num_given_tokens = seq.num_tokens  # the device does not know which of its samples was the last
+            self._memory.shrink(seq)
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, *, num_dropped: int = 0
+    ) -> None:
         """Ends a sequence and gives back all that it holds; the group ends with its last sequence.
 
         A sequence that has already ended only gets the new reason: its last token may have reached the length limit
         and completed a stop string too.
+
+        Args:
+          seq: the sequence.
+          reason, stop_reason: why.
+          num_dropped: its last tokens that are not of the output, since it ended before them.
         """
+        if num_dropped:
+            del seq.tokens[-num_dropped:]
         if seq.status is not FINISHED:
             self._beams.forget(seq)
             self._queues.finish(seq)
@@ -279,6 +341,7 @@ class Scheduler:
 
     def abandon_plan(self) -> None:
         """The last plan may not have been carried out: what it was to fill is forgotten. All requests have ended."""
+        self._planner.take_guesses()
         self._memory.take_transfers()
         self.reset_prefix_cache()
 
@@ -319,8 +382,8 @@ class Scheduler:
                 self.finish(seq, "length" if kept else "abort")
             return
         seq.num_tokens -= 1
-        if token < 0:
-            for other in group.live if group.beam is not None else [seq]:
+        if token == FAILED:
+            for other in group.live:
                 self.finish(other, "error")
             return
         if group.beam is None or candidates is None:

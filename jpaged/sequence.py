@@ -9,6 +9,7 @@ from jpaged.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from jpaged.beam_search import BeamSearch
+    from jpaged.guesser import Guesser
     from jpaged.prefix_cache import CachedPage
 
 
@@ -54,7 +55,8 @@ class Sequence:
     Token ranges, all half-open:
       [0, num_prompt_tokens)                   the prompt
       [num_prompt_tokens, len(tokens))         output that the host has read
-      [len(tokens), num_tokens)                output that steps in flight have sampled (`num_pending`)
+      [len(tokens), num_tokens)                output that steps in flight have sampled (`num_pending`), or, for those
+                                               that guess (`jpaged.drafts`), may have
       [0, num_computed_tokens)                 tokens whose KV is written, by steps that ran or are in flight
       [num_computed_tokens, writable_end)      slots of its own pages, which it may fill without asking for memory
 
@@ -70,6 +72,7 @@ class Sequence:
       mask_position: position of the token that can be sampled next as far as masks go: the one that a mask was made
         for; -1: none was made yet; `None`: it needs none. Whether it is `None` does not change once it was added.
       num_cached_tokens: prompt tokens found in the prefix cache when it first ran.
+      guesser: guesses its next tokens; `None`: was never asked to.
       counters: the following, in this order; a list of its own, or a row of the `RunningTable` while it runs.
       num_tokens, num_computed_tokens, writable_end: as above.
       num_given_tokens: tokens that it had when it began to run. The last one of those after them was sampled into its
@@ -88,6 +91,7 @@ class Sequence:
         "counters",
         "finish_reason",
         "group",
+        "guesser",
         "host_pages",
         "index",
         "mask_position",
@@ -122,6 +126,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.mask_position: int | None = None
         self.num_cached_tokens = 0
+        self.guesser: Guesser | None = None
         counters.setdefault("num_tokens", len(self.tokens))
         counters.setdefault("num_given_tokens", len(self.tokens))
         self.counters: list[int] | memoryview = [counters.pop(name, 0) for name in COUNTERS]

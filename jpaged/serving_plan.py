@@ -1,7 +1,7 @@
 """`plan_serving`: what a server would take of each device, and what then fits, before anything is loaded. No jax.
 
     device_bytes      |######################### what programs may use of a device #########################|
-    memory_fraction   |######## weights, sampler's state, pages ########|
+    memory_fraction   |######## weights, sampler's state, pages ########|    (and on a GPU a step's outputs)
                                                                         | inputs | temporaries | programs | reserve |
 
 Several devices share a model by tensor parallelism: each holds its part of the query heads, of the KV heads, of the
@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jpaged.accelerators import GIB, Accelerator, Topology
-from jpaged.config import CacheConfig, SchedulerConfig, StepShape
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, StepShape, default_token_buckets
 from jpaged.division import Division
 from jpaged.errors import ConfigError
 from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES, check_weights
 from jpaged.models.config import LlamaConfig
-from jpaged.serving_sizes import attention_of, default_page_size, page_buckets, token_buckets, token_budget
+from jpaged.serving_sizes import attention_of, default_page_size, page_buckets, token_budget
 from jpaged.step_bytes import (
     can_divide,
     divided,
     input_bytes,
+    lent_bytes,
     program_bytes,
     state_bytes,
     stored_page_bytes,
@@ -54,6 +55,7 @@ class Wishes:
       kv_dtype: of the pages. `None`: that of the weights.
       page_size, num_pages, memory_fraction: see `CacheConfig`.
       max_model_len, max_num_seqs, max_num_batched_tokens: see `SchedulerConfig`.
+      token_buckets: see `EngineConfig`.
     """
 
     dtype: str | None = None
@@ -65,6 +67,7 @@ class Wishes:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    token_buckets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +222,9 @@ class _Planner:
         tpu, part = chip.platform == "tpu", divided(config, degree)
         page_size = wishes.page_size or default_page_size(part, self.kv_dtype, chip)
         budget = wishes.max_num_batched_tokens or token_budget(rows, chip)
-        tokens = token_buckets(rows, budget, chip)
+        tokens = wishes.token_buckets or default_token_buckets(rows, budget, chip.platform)
+        scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
+        EngineConfig(scheduler=scheduler, token_buckets=tokens)  # refuses sizes that no engine would take
         per_page = stored_page_bytes(part, page_size, self.kv_dtype, tiled=tpu)
         memory = chip.device_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -233,13 +238,16 @@ class _Planner:
             "temporaries": max(temporary_bytes(config, part, shape, chip, itemsize=itemsize) for shape in shapes),
             "programs": sum(program_bytes(shape, chip) for shape in shapes),
         }
-        beside = sum(size for name, size in parts.items() if name not in ("weights", "sampler's state"))
+        if chip.platform == "gpu":
+            parts["step's outputs"] = lent_bytes(config, shapes, itemsize=itemsize)
+        with_pages = ("weights", "sampler's state", "step's outputs")
+        beside = sum(size for name, size in parts.items() if name not in with_pages)
         if wishes.memory_fraction is not None or chip.platform == "cpu":
             fraction = wishes.memory_fraction or CacheConfig.memory_fraction
         else:
             fraction = math.floor(1e4 * (1 - beside / memory - _RESERVE[chip.platform])) / 1e4
         parts["reserve"] = memory - int(memory * fraction) - beside
-        pool = int(memory * fraction) - parts["weights"] - parts["sampler's state"]
+        pool = int(memory * fraction) - sum(parts.get(name, 0) for name in with_pages)
         if chip.platform == "cpu":
             pool = min(pool, _MAX_CPU_POOL_BYTES) if wishes.num_pages is None else pool
         num_pages = min(pool // per_page, _MAX_SLOTS // page_size)

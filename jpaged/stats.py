@@ -47,6 +47,9 @@ class EngineStats:
       num_waiting: requests that hold none, be it that they are new or were preempted.
       num_requests: requests added.
       num_finished: requests that ended, for whatever reason.
+      num_guessing_rows: rows that guessed tokens ahead (`SpeculationConfig`), each counted in each step.
+      num_guesses: tokens that they guessed.
+      num_hits: those of them that came true.
       num_preemptions: times a request lost its pages.
       num_swaps: those of them that moved the pages to the host.
       num_copied_pages: pages copied, to be written by one of several holders, or for the tokens that a prompt shares.
@@ -78,6 +81,9 @@ class EngineStats:
     num_waiting: int
     num_requests: int
     num_finished: int
+    num_guessing_rows: int
+    num_guesses: int
+    num_hits: int
     num_preemptions: int
     num_swaps: int
     num_copied_pages: int
@@ -117,12 +123,13 @@ class StatsCounter:
     wait_s: float = 0.0
     update_s: float = 0.0
 
-    def count_step(self, use: PoolUse, *, num_rows: int, num_tokens: int, num_padded: int) -> None:
-        self.num_steps += 1
-        self.num_step_rows += num_rows
-        self.num_step_tokens += num_tokens
-        self.num_padded_tokens += num_padded
-        self.wasted_fraction_sum += use.wasted_fraction
+    def count_step(self, use: PoolUse, *, num_rows: int, num_tokens: int, num_padded: int, times: int = 1) -> None:
+        """Counts a step, or several that are alike."""
+        self.num_steps += times
+        self.num_step_rows += times * num_rows
+        self.num_step_tokens += times * num_tokens
+        self.num_padded_tokens += times * num_padded
+        self.wasted_fraction_sum += times * use.wasted_fraction
         if use.pages_used > self.peak.pages_used:
             self.peak = use
 

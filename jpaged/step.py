@@ -8,18 +8,16 @@ ones live in the same memory.
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, no_type_check
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
 
-from jpaged.batch import num_logprobs, packed_size, unpack
+from jpaged.batch import packed_size, unpack
 from jpaged.compilations import compile_side_by_side
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
@@ -27,52 +25,20 @@ from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
 from jpaged.models.quantised import quantised_as
 from jpaged.pallas_kernels import KVPages
-from jpaged.request import TokenLogprobs
 from jpaged.sampler import choose_tokens, sample
 from jpaged.sampler_state import SamplerState, remember
 from jpaged.sampler_tuning import TUNINGS
 from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, unpack_sampling_rows
-from jpaged.sequence import Sequence
-from jpaged.step_plan import StepPlan
-from jpaged.step_programs import Program, StepNeeds, all_programs, sampling_part
+from jpaged.step_buffers import Buffer, StepBuffers, forward_buffers, token_buffer
+from jpaged.step_functions import decode_steps, forward_pass
+from jpaged.step_outputs import StepOutputs
+from jpaged.step_programs import Program, StepNeeds, all_programs
 
 logger = logging.getLogger(__name__)
 
-
-@no_type_check  # trees are also made of placeholders, which have no shape
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepOutputs:
-    """What a step gives back, on the device; the engine reads what was asked for.
-
-    Attributes:
-      token_ids: the token sampled for each row, -1 where the model produced NaN, 0 where a row does not sample.
-      logprobs: raw log-probability of that token; `None`, as the next two: no row asks.
-      top_ids, top_logprobs: the likeliest tokens (K = max_logprobs).
-      prompt_logprobs: log-probability of the token that follows each input token; `None`, as the next two: no row asks.
-      prompt_top_ids, prompt_top_logprobs: the likeliest tokens there.
-    """
-
-    token_ids: Int32[Array, " S"]
-    logprobs: Float[Array, " S"] | None = None
-    top_ids: Int32[Array, "S K"] | None = None
-    top_logprobs: Float[Array, "S K"] | None = None
-    prompt_logprobs: Float[Array, " T"] | None = None
-    prompt_top_ids: Int32[Array, "T K"] | None = None
-    prompt_top_logprobs: Float[Array, "T K"] | None = None
-
-    def copy_to_host_async(self) -> None:
-        """Starts to bring over what there is."""
-        for array in jax.tree.leaves(self):
-            array.copy_to_host_async()
-
-
-@dataclass(frozen=True)
-class DispatchedStep:
-    """A step that was handed to the device and whose results were not read yet."""
-
-    plan: StepPlan
-    outputs: StepOutputs
+# Token ids lie elsewhere in each step, as the host reads them late; and a few kernels are sooner launched one by one
+# than in a graph that must be brought up to date.
+_NO_GRAPH: Final = {"xla_gpu_graph_min_graph_size": 1000}
 
 
 @dataclass(frozen=True)
@@ -88,6 +54,9 @@ class Compilation:
     program: Program
     seconds: float
     after_warmup: bool
+
+
+_Run = tuple[Callable, tuple[Buffer, ...]]  # a program, and what it is lent
 
 
 class StepRunner:
@@ -116,31 +85,39 @@ class StepRunner:
         self._on_compile = on_compile
         self._warm = False
         self._executables: dict[Program, Callable] = {}
-        self._hidden: jax.ShapeDtypeStruct | None = None
-        self._takes_spare = platform == "gpu"
-        self._spare: dict[tuple, jax.Array] = {}
+        self._hidden: tuple[int, Any] | None = None  # width and dtype
+        self._in_place = platform == "gpu"
+        self._lent: dict[Program, tuple[Buffer, ...]] = {}
+        self._runs: dict[StepNeeds, list[_Run]] = {}
+        self._buffers = StepBuffers()
         self.compilations: list[Compilation] = []
 
         graph, params = nnx.split(model)
         # A flat list: taking an nnx.State apart at each call would take longer than all else that a call does.
         self._weights, self._tree = jax.tree.flatten(params)
         tree, tuning = self._tree, TUNINGS.get(platform, TUNINGS["cpu"])
-        self._kinds = tuning.kinds
+        self._kinds, self._vocab_size = tuning.kinds, model.vocab_size
 
         # These hold no reference to self: no cycle keeps the pages alive.
-        def forward(weights, kv_pages, spare, last_token, packed, shape):
+        def forward(weights, kv_pages, last_token, packed, lent, shape):
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-            return _forward(model, kv_pages, last_token, packed, shape, implementation)
+            return forward_pass(model, kv_pages, last_token, packed, shape, implementation)
 
-        def choose(logits, fields, last_token, kind):
+        def decode(weights, kv_pages, last_token, packed, lent, shape):
+            model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+            token_ids, *state = decode_steps(model, kv_pages, last_token, packed, shape, tuning, implementation)
+            return (token_ids,), state
+
+        def choose(logits, fields, last_token, lent, kind):
             rows = unpack_sampling_rows(fields)
             with jax.named_scope("sample"):
                 token_ids = choose_tokens(logits, rows, kind, tuning)
-            return token_ids, remember(last_token, rows.state_index, rows.samples, token_ids)
+            return (token_ids,), remember(last_token, rows.state_index, rows.samples, token_ids)
 
-        def adjust_and_choose(logits, fields, state):
+        def adjust_and_choose(logits, fields, state, lent):
             with jax.named_scope("sample"):
-                return sample(logits, unpack_sampling_rows(fields), state, tuning)
+                token_ids, state = sample(logits, unpack_sampling_rows(fields), state, tuning)
+            return (token_ids,), state
 
         def logprobs(logits, token_ids):
             return token_logprobs(logits, token_ids, max_logprobs)
@@ -149,11 +126,16 @@ class StepRunner:
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
             return prompt_logprobs(hidden, unpack(packed, shape).next_tokens, model.logits, max_logprobs)
 
-        self._forward = jax.jit(
-            forward, static_argnames="shape", donate_argnames=("kv_pages", "spare"), keep_unused=True
+        # Arrays that are lent are not read, only written over.
+        in_place = functools.partial(jax.jit, keep_unused=True)
+        self._forward = in_place(forward, static_argnames="shape", donate_argnames=("kv_pages", "lent"))
+        self._decode = in_place(decode, static_argnames="shape", donate_argnames=("kv_pages", "last_token", "lent"))
+        choose_in_place = functools.partial(
+            in_place, choose, static_argnames="kind", donate_argnames=("last_token", "lent")
         )
-        self._choose = jax.jit(choose, static_argnames="kind", donate_argnames="last_token")
-        self._adjust_and_choose = jax.jit(adjust_and_choose, donate_argnames="state")
+        self._choose = choose_in_place()
+        self._choose_without_graph = choose_in_place(compiler_options=_NO_GRAPH) if self._in_place else self._choose
+        self._adjust_and_choose = in_place(adjust_and_choose, donate_argnames=("state", "lent"))
         self._logprobs = jax.jit(logprobs)
         self._prompt_logprobs = jax.jit(prompt, static_argnames="shape")
 
@@ -192,38 +174,51 @@ class StepRunner:
         self._weights = [jax.device_put(new, old.sharding) for new, old in pairs]
 
     def lower(self, kv_pages: list[KVPages], state: SamplerState, program: Program | StepShape) -> jax.stages.Lowered:
-        """One program, traced and lowered, to look into it or to compile it; of a shape the forward pass."""
+        """One program, traced and lowered, to look into it or to compile it; of a shape the one that runs the model."""
         if isinstance(program, StepShape):
-            program = Program("forward", program)
+            program = Program("decode" if program.num_steps > 1 else "forward", program)
         size, array = program.size, functools.partial(_abstract, state.last_token.sharding)
+        gives_hidden = program.part == "prompt logprobs" or (program.part == "forward" and self._in_place)
+        if gives_hidden and isinstance(size, StepShape):
+            self._hidden = self._hidden or self._hidden_states(kv_pages, state, size)
+        lent = self._lent[program] = self._lent_to(program)
+        spare = tuple(array(one.dtype, *one.shape) for one in lent)
         if isinstance(size, StepShape):
             packed = jax.ShapeDtypeStruct((packed_size(size),), jnp.int32)
+            args = self._weights, kv_pages, state.last_token, packed, spare
+            if program.part == "decode":
+                return self._decode.lower(*args, shape=size)
             if program.part == "forward":
-                spare = self._outputs(kv_pages, state, size) if self._takes_spare else ()
-                return self._forward.lower(self._weights, kv_pages, spare, state.last_token, packed, shape=size)
-            _, hidden, _ = self._outputs(kv_pages, state, size)
-            return self._prompt_logprobs.lower(self._weights, hidden, packed, shape=size)
+                return self._forward.lower(*args, shape=size)
+            width, dtype = self._hidden or (0, None)
+            return self._prompt_logprobs.lower(self._weights, array(dtype, size.num_tokens, width), packed, shape=size)
         logits, fields = array(jnp.float32, size, state.vocab_size), array(jnp.int32, NUM_SAMPLING_FIELDS, size)
         if program.part == "logprobs":
             return self._logprobs.lower(logits, array(jnp.int32, size))
         if program.kind == "full":
-            return self._adjust_and_choose.lower(logits, fields, state)
-        return self._choose.lower(logits, fields, state.last_token, kind=program.kind)
+            return self._adjust_and_choose.lower(logits, fields, state, spare)
+        choose = self._choose if program.kind == "filter" else self._choose_without_graph
+        return choose.lower(logits, fields, state.last_token, spare, kind=program.kind)
 
-    def _outputs(self, kv_pages, state, shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What the forward pass of a shape gives: logits, hidden states and sampling fields."""
-        array = functools.partial(_abstract, state.last_token.sharding)
-        hidden = self._hidden
-        if hidden is None:
-            packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
-            forward = functools.partial(self._forward, shape=shape)
-            hidden = jax.eval_shape(forward, self._weights, kv_pages, (), state.last_token, packed)[0][1]
-            self._hidden = hidden
-        return (
-            array(jnp.float32, shape.num_rows, state.vocab_size),
-            array(hidden.dtype, shape.num_tokens, hidden.shape[1]),
-            array(jnp.int32, NUM_SAMPLING_FIELDS, shape.num_rows),
-        )
+    def _hidden_states(self, kv_pages, state, shape: StepShape) -> tuple[int, Any]:
+        """Width and dtype of what the model gives."""
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
+        forward = functools.partial(self._forward, shape=shape)
+        hidden = jax.eval_shape(forward, self._weights, kv_pages, state.last_token, packed, ())[0][1]
+        return hidden.shape[1], hidden.dtype
+
+    def _lent_to(self, program: Program) -> tuple[Buffer, ...]:
+        """What a program is given to write over."""
+        size = program.size
+        if not self._in_place:
+            return ()
+        if not isinstance(size, StepShape):
+            return (token_buffer(size),) if program.part == "sampling" else ()
+        if program.part == "decode":
+            return (token_buffer(size.num_rows, size.num_steps),)
+        if program.part == "forward" and self._hidden is not None:
+            return forward_buffers(size, self._vocab_size, *self._hidden)
+        return ()
 
     def compile(self, kv_pages: list[KVPages], state: SamplerState, program: Program) -> Compilation:
         """Compiles one program; `run` does it for those that are not there yet.
@@ -252,9 +247,8 @@ class StepRunner:
           RecompileError: as `compile` does.
         """
         self._compile(kv_pages, state, [one for one in programs if one not in self._executables], on_compiled)
-        for program, executable in self._executables.items():
-            if program.part == "forward" and self._takes_spare:  # now, for later there may be no memory left
-                self._keep(self._take_spare(executable, state.last_token.sharding))
+        for lent in self._lent.values():
+            self._buffers.prepare(lent, state.last_token.sharding)
 
     def _compile(self, kv_pages, state, programs: list[Program], on_compiled=None) -> None:
         if programs and self._warm and self._recompile == "error":
@@ -285,6 +279,8 @@ class StepRunner:
 
     def missing(self, needs: StepNeeds) -> list[Program]:
         """The programs that such a step needs and that are not compiled."""
+        if needs in self._runs:
+            return []
         return [program for program in needs.programs() if program not in self._executables]
 
     def mark_warm(self) -> None:
@@ -294,104 +290,48 @@ class StepRunner:
     def run(
         self, kv_pages: list[KVPages], state: SamplerState, packed: np.ndarray, needs: StepNeeds
     ) -> tuple[StepOutputs, list[KVPages], SamplerState]:
-        """Dispatches a step; returns before it is done. `kv_pages` and `state` are consumed."""
-        for program in self.missing(needs):
-            self.compile(kv_pages, state, program)
-        forward, sampling, *others = [self._executables[program] for program in needs.programs()]
+        """Dispatches a step; returns before it is done. `kv_pages` and `state` are consumed.
+
+        On a GPU the token ids of a step are written over by the `MAX_IN_FLIGHT`-th step after it.
+        """
+        runs = self._runs.get(needs)
+        if runs is None:
+            for program in self.missing(needs):
+                self.compile(kv_pages, state, program)
+            programs = needs.programs()
+            runs = self._runs[needs] = [(self._executables[one], self._lent.get(one, ())) for one in programs]
+        first, *others = runs
+        last_token = state.last_token
+        place = last_token.sharding
         sent = jax.device_put(packed) if needs.prompt_logprobs else packed  # once, though two programs read it
-        spare = self._take_spare(forward, state.last_token.sharding)
-        (logits, hidden, fields), kv_pages = forward(self._weights, kv_pages, spare, state.last_token, sent)
+        made, rest = self._call(first, place, self._weights, kv_pages, last_token, sent)
+        if needs.shape.num_steps > 1:
+            last_token, kv_pages = rest
+            return StepOutputs(*made), kv_pages, replace(state, last_token=last_token)
+        (logits, hidden, fields), kv_pages, sampling = made, rest, others.pop(0)
         if needs.sampling == "full":
-            token_ids, state = sampling(logits, fields, state)
+            (token_ids,), state = self._call(sampling, place, logits, fields, state)
         else:
-            token_ids, last_token = sampling(logits, fields, state.last_token)
+            (token_ids,), last_token = self._call(sampling, place, logits, fields, last_token)
             state = replace(state, last_token=last_token)
         nothing = (None, None, None)
-        chosen = others.pop(0)(logits, token_ids) if needs.logprobs else nothing
-        prompt = others.pop(0)(self._weights, hidden, sent) if needs.prompt_logprobs else nothing
-        if self._takes_spare:
-            self._keep((logits, hidden, fields))
+        chosen = others.pop(0)[0](logits, token_ids) if needs.logprobs else nothing
+        prompt = others.pop(0)[0](self._weights, hidden, sent) if needs.prompt_logprobs else nothing
         return StepOutputs(token_ids, *chosen, *prompt), kv_pages, state
 
-    def _take_spare(self, forward: Callable, sharding: Any) -> tuple[jax.Array, ...]:
-        """Arrays for a forward pass to put its outputs in: those of a step before, which will have been read by then.
-
-        New outputs would lie elsewhere in each step, and push the temporaries about; the graphs that a GPU runs hold
-        addresses, and to bring them up to date takes the host longer than all else that it does for a step.
-        """
-        if not self._takes_spare:
-            return ()
-        wanted = forward.args_info[0][2]  # type: ignore[attr-defined]
-        kept = [self._spare.pop((one.shape, one.dtype), None) for one in wanted]
-        return tuple(
-            jax.device_put(np.zeros(one.shape, one.dtype), sharding) if array is None else array
-            for one, array in zip(wanted, kept, strict=True)
-        )
-
-    def _keep(self, outputs: tuple[jax.Array, ...]) -> None:
-        self._spare |= {(array.shape, array.dtype): array for array in outputs}
+    def _call(self, run: _Run, place: Any, *args: Any) -> tuple[tuple[jax.Array, ...], Any]:
+        """Runs a program, which puts the first part of what it gives where a step before put its own."""
+        executable, lent = run
+        if not lent:
+            return executable(*args, ())
+        made, others = executable(*args, self._buffers.take(lent, place))
+        self._buffers.keep(lent, made)
+        return made, others
 
     def forget_outputs(self) -> None:
         """After a step that failed: what it left is of no use to the next."""
-        self._spare.clear()
+        self._buffers = StepBuffers()
 
 
 def _abstract(sharding: Any, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _forward(model, kv_pages, last_token, packed, shape, implementation):
-    inputs = unpack(packed, shape)
-    from_device = last_token[jnp.maximum(-1 - inputs.tokens, 0)]
-    tokens = jnp.where(inputs.tokens < 0, from_device, inputs.tokens)
-    hidden, kv_pages = model(tokens, kv_pages, inputs.meta, implementation=implementation)
-    with jax.named_scope("logits"):
-        logits = model.logits(hidden[inputs.source])
-    if (logits.shape, logits.dtype) != ((shape.num_rows, model.vocab_size), jnp.float32):
-        raise ConfigError(
-            f"the model's logits are {logits.dtype}{list(logits.shape)}, expected float32"
-            f"{[shape.num_rows, model.vocab_size]}: a score for each token of its vocab_size"
-        )
-    return (logits, hidden, sampling_part(packed, shape)), kv_pages
-
-
-def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int], TokenLogprobs | None]:
-    """Log-probabilities of the sampled tokens, by row; nothing is read from the device unless some row asks."""
-    wanted = [num_logprobs(seq) if samples else -1 for seq, samples in zip(plan.seqs, plan.samples, strict=True)]
-    if max(wanted) < 0:
-        return lambda row: None
-    ids, chosen, top_ids, top = jax.device_get(
-        (outputs.token_ids, outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
-    )
-
-    def of_row(row: int) -> TokenLogprobs | None:
-        n = wanted[row]
-        return None if n < 0 else _token_logprobs(ids[row], chosen[row], top_ids[row], top[row], n)
-
-    return of_row
-
-
-def read_prompt_logprobs(plan: StepPlan, outputs: StepOutputs) -> Iterator[tuple[Sequence, int, TokenLogprobs]]:
-    """(sequence, position, log-probabilities) of the prompt tokens that follow this step's, for the rows that ask."""
-    at, arrays = 0, None
-    for row in plan.rows:
-        seq, first = row.seq, at
-        at += row.num_tokens
-        wanted = seq.request.params.prompt_logprobs
-        if wanted is None or seq.is_finished:
-            continue
-        end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
-        if row.start >= end:
-            continue
-        if arrays is None:
-            arrays = jax.device_get((outputs.prompt_logprobs, outputs.prompt_top_ids, outputs.prompt_top_logprobs))
-        chosen, top_ids, top = arrays
-        for position in range(row.start, end):
-            i, token = first + position - row.start, seq.tokens[position + 1]
-            yield seq, position + 1, _token_logprobs(token, chosen[i], top_ids[i], top[i], wanted)
-
-
-def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:
-    top = zip(top_ids[:n].tolist(), top_logprobs[:n].tolist(), strict=True)
-    top = [entry for entry in top if entry[1] > -math.inf]  # past the end of a vocabulary that has less than n tokens
-    return TokenLogprobs(int(token), float(logprob), tuple(top))

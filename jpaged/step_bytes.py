@@ -7,7 +7,7 @@ rows; 32 and 2,048 tokens) is described by a few figures a generation and a kind
 the pages within 2 % of what the compiler reports; a test holds them against those records.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -23,6 +23,8 @@ _ROWS: Final = 8
 _MAX_RUN: Final = 1024  # elements that vectors are padded to a multiple of
 _BIAS_IDS: Final = 300
 _BANNED_IDS: Final = 80
+_FIELDS: Final = 17  # of a row's sampling parameters
+_STEPS_OF_TOKENS: Final = 4  # whose sampled tokens are kept
 _CHUNK_TOKENS: Final = 64  # longer steps walk their tokens in a loop for prompt log-probabilities
 
 
@@ -196,6 +198,20 @@ def input_bytes(shape: StepShape) -> int:
     """
     words = 4 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
     return tiled_bytes((words,), 4)
+
+
+def lent_bytes(config: LlamaConfig, shapes: Iterable[StepShape], *, itemsize: int) -> int:
+    """Bytes that the steps of a GPU keep to write over (`jpaged.step_buffers`): logits and more by rows, hidden states.
+
+    Example:
+      >>> from jpaged.model_shapes import model_shape
+      >>> lent_bytes(model_shape("llama-3.1-8b"), [StepShape(512, 256, 128)], itemsize=2) / 1e6
+      135.549952
+    """
+    shapes = list(shapes)
+    rows, tokens = {shape.num_rows for shape in shapes}, {shape.num_tokens for shape in shapes}
+    words = config.vocab_size + _FIELDS + _STEPS_OF_TOKENS
+    return 4 * words * sum(rows) + config.hidden_size * itemsize * sum(tokens)
 
 
 def temporary_bytes(

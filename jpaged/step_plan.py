@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.drafts import NO_TOKEN, Drafts
 from jpaged.sequence import Sequence, SequenceGroup
 
 
@@ -66,6 +67,9 @@ class StepPlan:
       transfers: what to do with pages before the step.
       preempted: groups that lost their pages while this plan was made.
       admitted: sequences that got a state index with this plan, in order.
+      drafts: the last tokens of rows that guess; `None` if no row does.
+      num_steps: decode steps that are done one by one; if more than one, all rows decode.
+      num_more: i64[S], those of them in which each row takes part, beside the first; `None`: it is the only one.
     """
 
     seqs: list[Sequence]
@@ -81,6 +85,9 @@ class StepPlan:
     transfers: PageTransfers = field(default_factory=PageTransfers)
     preempted: tuple[SequenceGroup, ...] = ()
     admitted: tuple[Sequence, ...] = ()
+    drafts: Drafts | None = None
+    num_steps: int = 1
+    num_more: np.ndarray | None = None
 
     @classmethod
     def of_rows(cls, rows: Iterable[PlannedRow], **options: Any) -> "StepPlan":
@@ -88,7 +95,7 @@ class StepPlan:
 
         Args:
           rows: of sequences that have a state index.
-          **options: the last three fields.
+          **options: the last four fields.
         """
         rows = list(rows)
         seqs = [row.seq for row in rows]
@@ -113,6 +120,33 @@ class StepPlan:
     def num_seqs(self) -> int:
         """Rows, padding not counted."""
         return len(self.seqs)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the sampler: one a row, and one a guess."""
+        return len(self.seqs) + (0 if self.drafts is None else len(self.drafts.tokens))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """i64[S], of the first token that each row may sample."""
+        ends = self.starts + self.q_lens
+        return ends if self.drafts is None else ends - self.drafts.counts
+
+    def new_tokens(self, samples: np.ndarray) -> np.ndarray:
+        """[S, n]: what the step's samples give to each row's sequence, in order; `NO_TOKEN` after the last one.
+
+        Args:
+          samples: as the step gives them, one a row of the sampler; of several steps a line each.
+        """
+        if self.num_more is not None:
+            steps = np.arange(1 + self.num_more.max())  # as wide as its longest line, so none is filled if all are even
+            return np.where(steps <= self.num_more[:, None], samples[: len(steps), : len(self.seqs)].T, NO_TOKEN)
+        return samples[: len(self.seqs), None] if self.drafts is None else self.drafts.verified(samples)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether rows that go on get as many tokens each."""
+        return self.drafts is None and (self.num_more is None or bool((self.num_more == self.num_more[0]).all()))
 
     @property
     def rows(self) -> Iterator[PlannedRow]:

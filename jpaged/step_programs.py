@@ -1,5 +1,7 @@
 """`Program`: the parts that a step is compiled in, and which of them a step needs.
 
+    packed ──► decode ──► token ids [k, S] (instead of all that follows: k steps of one token a row)
+
     packed ──► forward ──► hidden [T, E] ──► logits [S, V] ──► sampling ──► token ids
                                 │                  │              (greedy, draw, filter or full)
                                 ▼                  ▼
@@ -33,7 +35,7 @@ class Program:
       forward T32 S8 P64 | sampling S8 draw
     """
 
-    part: Literal["forward", "sampling", "logprobs", "prompt logprobs"]
+    part: Literal["decode", "forward", "sampling", "logprobs", "prompt logprobs"]
     size: StepShape | int
     kind: SamplingKind | None = None
 
@@ -61,6 +63,8 @@ class StepNeeds:
     @classmethod
     def read(cls, packed: np.ndarray, shape: StepShape, kinds: Sequence[SamplingKind] = SAMPLING_KINDS) -> "StepNeeds":
         """What a packed plan asks for; `kinds` as for `all_programs`."""
+        if shape.num_steps > 1:
+            return cls(shape, "draw")  # the planner saw to it that this does
         fields = sampling_part(packed, shape)
         kind = sampling_kind(fields)
         asks = packed[packed.shape[0] - fields.size - 1]  # wants_prompt_logprobs, the last scalar
@@ -68,6 +72,9 @@ class StepNeeds:
 
     def programs(self) -> Iterator[Program]:
         """In the order in which they run."""
+        if self.shape.num_steps > 1:
+            yield Program("decode", self.shape)
+            return
         yield Program("forward", self.shape)
         yield Program("sampling", self.shape.num_rows, self.sampling)
         if self.logprobs:
@@ -93,10 +100,13 @@ def all_programs(shapes: Iterable[StepShape], kinds: Sequence[SamplingKind] = SA
       >>> [str(program) for program in all_programs([StepShape(8, 4, 2)])][:4]
       ['forward T8 S4 P2', 'sampling S4 full', 'sampling S4 filter', 'sampling S4 draw']
     """
-    largest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.pages_per_row), reverse=True)
+    all_shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.pages_per_row), reverse=True)
+    largest_first = [shape for shape in all_shapes if shape.num_steps == 1]
+    several = [shape for shape in all_shapes if shape.num_steps > 1]
     rows = dict.fromkeys(shape.num_rows for shape in largest_first)
     return (
         *(Program("forward", shape) for shape in largest_first),
+        *(Program("decode", shape) for shape in several),
         *(Program("sampling", size, kind) for kind in reversed(kinds) for size in rows),
         *(Program("logprobs", size) for size in rows),
         *(Program("prompt logprobs", shape) for shape in largest_first),

@@ -6,6 +6,7 @@ pass over the row. The result is exact, and equal logits are kept or dropped tog
 integers, whose sum does not depend on the order of summation and thus not on the shape of the batch.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -64,7 +65,12 @@ def filter_logits(
 
 def _top_k_key(logits: Float32[Array, "S V"], top_k: Int32[Array, " S"], bits: int) -> Int32[Array, " S"]:
     """The largest key such that at least top_k tokens have it or a larger one."""
-    return _largest_key(lambda logits: jnp.int32(1), logits, top_k, bits)
+    return _largest_key(_one, (), logits, top_k, bits)
+
+
+def _one(logits: Float32[Array, "S V"]) -> Int32[Array, ""]:
+    """What a token counts for in top-k."""
+    return jnp.int32(1)
 
 
 def _top_p_key(
@@ -83,18 +89,24 @@ def _top_p_key(
       top_p: by row.
       bits: see `SamplerTuning`.
     """
-
-    def weights(logits: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
-        return jnp.where(logits >= _value(lowest)[:, None], jnp.exp(logits - best[:, None]), 0.0)
-
-    scale = _mass_scale(weights(logits))
-
-    def mass(logits: Float32[Array, "S V"]) -> Int32[Array, "S V"]:
-        return jnp.round(weights(logits) * scale[:, None]).astype(jnp.int32)
-
-    total = jnp.sum(mass(logits), axis=1, dtype=jnp.int32)
+    scale = _mass_scale(_weights(logits, lowest, best))
+    total = jnp.sum(_mass(logits, lowest, best, scale), axis=1, dtype=jnp.int32)
     wanted = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.int32)
-    return _largest_key(mass, logits, jnp.clip(wanted, 1, total), bits)
+    return _largest_key(_mass, (lowest, best, scale), logits, jnp.clip(wanted, 1, total), bits)
+
+
+def _weights(
+    logits: Float32[Array, "S V"], lowest: Int32[Array, " S"], best: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
+    """Probabilities, but for a factor; 0 below the lowest key."""
+    return jnp.where(logits >= _value(lowest)[:, None], jnp.exp(logits - best[:, None]), 0.0)
+
+
+def _mass(
+    logits: Float32[Array, "S V"], lowest: Int32[Array, " S"], best: Float32[Array, " S"], scale: Float32[Array, " S"]
+) -> Int32[Array, "S V"]:
+    """What a token counts for in top-p."""
+    return jnp.round(_weights(logits, lowest, best) * scale[:, None]).astype(jnp.int32)
 
 
 def _mass_scale(weights: Float32[Array, "S V"]) -> Float32[Array, " S"]:
@@ -126,7 +138,8 @@ def _value(key: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def _largest_key(
-    measure: Callable[[Float32[Array, "S V"]], Array],
+    measure: Callable[..., Array],
+    operands: tuple[Array, ...],
     logits: Float32[Array, "S V"],
     wanted: Int32[Array, " S"],
     bits: int,
@@ -134,7 +147,8 @@ def _largest_key(
     """The largest threshold from which upwards tokens count for at least `wanted`.
 
     Args:
-      measure: of logits, what each token counts for: one number for all, or i32[S, V].
+      measure: of logits and operands, what each token counts for: one number for all, or i32[S, V].
+      operands: arrays.
       logits: of the tokens.
       wanted: by row.
       bits: see `SamplerTuning`.
@@ -142,7 +156,7 @@ def _largest_key(
     num_rows, vocab_size = logits.shape
     threshold = jnp.zeros((num_rows,), jnp.uint32)
     if bits == 1:
-        counts = measure(logits)
+        counts = measure(logits, *operands)
 
         def try_bit(i: Int32[Array, ""], threshold: UInt32[Array, " S"]) -> UInt32[Array, " S"]:
             candidate = threshold | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
@@ -157,16 +171,27 @@ def _largest_key(
     end = 32
     while end > 0:
         shift = max(end - bits, 0)
-        # To make masses anew in each pass costs less than to store and read them; without the barrier the compiler
-        # would see that they are the same.
-        again, threshold = jax.lax.optimization_barrier((logits, threshold))
-        digits = jnp.arange(1, 2 ** (end - shift), dtype=jnp.uint32) << shift
-        values = _value(_signed(threshold[:, None] | digits))
-        counts = measure(again)
-        sums = _sums([jnp.where(again >= values[:, i, None], counts, 0) for i in range(digits.shape[0])])
-        digit = jnp.sum((sums >= wanted[:, None]).astype(jnp.uint32), axis=1, dtype=jnp.uint32)
-        threshold, end = threshold | (digit << shift), shift
+        threshold = _find_digit(
+            logits, threshold, jnp.uint32(shift), wanted, operands, num_digits=2 ** (end - shift), measure=measure
+        )
+        end = shift
     return _signed(threshold)
+
+
+@functools.partial(jax.jit, static_argnames=("num_digits", "measure"))
+def _find_digit(logits, threshold, place, wanted, operands, *, num_digits: int, measure: Callable[..., Array]):
+    """The threshold u32[S] with its digit at this place, by one pass over the row; jitted, to be traced once for all.
+
+    To make masses anew in each pass costs less than to store and read them; without the barrier the compiler would see
+    that they are the same. Nor does it see which place it is, and so all passes are one kernel to it.
+    """
+    logits, threshold, place = jax.lax.optimization_barrier((logits, threshold, place))
+    digits = jnp.arange(1, num_digits, dtype=jnp.uint32) << place
+    values = _value(_signed(threshold[:, None] | digits))
+    counts = measure(logits, *operands)
+    sums = _sums([jnp.where(logits >= values[:, i, None], counts, 0) for i in range(num_digits - 1)])
+    digit = jnp.sum((sums >= wanted[:, None]).astype(jnp.uint32), axis=1, dtype=jnp.uint32)
+    return threshold | (digit << place)
 
 
 def _sums(terms: list[Int32[Array, "S V"]]) -> Int32[Array, "S n"]:

@@ -51,6 +51,10 @@ class Tokenizer:
         self._compiled: dict[str, ChatTemplate] = {}
         self._set_post_processor(vocabulary.add_bos, vocabulary.add_eos)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Templates are compiled anew where it is unpickled."""
+        return {**self.__dict__, "_compiled": {}}
+
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Loads the tokenizer of a checkpoint folder or of a .gguf file.

@@ -3,8 +3,9 @@
 Kernels are stored [in, out] and fused: q, k and v in one, gate and up in one, so that a layer is four matrix products.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jpaged.models.config import LlamaConfig
 from jpaged.models.linear import Linear
-from jpaged.pallas_kernels import Rope, add_rms_norm, best_parts, split_product
+from jpaged.pallas_kernels import (
+    LayerWeights,
+    Rope,
+    add_rms_norm,
+    after_attention,
+    gated_product,
+    layer_plan,
+    split_product,
+)
 
 # qkv [*B, Hq + 2 Hkv, D], or f32 parts of it, -> (out [*B, Hq, D], the layer's pages or None)
 Attend = Callable[[Array], tuple[Any, Any]]
@@ -81,12 +90,14 @@ class RMSNorm(nnx.Module):
         return add_rms_norm(x, delta, self.scale[...], self.eps, implementation=implementation)
 
 
+def is_plain(linear: Any) -> bool:
+    """Whether a projection is a matrix product and nothing else."""
+    return type(linear) is Linear and linear.bias is None
+
+
 def product(linear: Any, x: Float[Array, "*B K"], *, in_parts: bool) -> Float[Array, "..."]:
     """linear(x), or f32 parts of it [P, *B, F] where that is better and `in_parts` says that they are wanted."""
-    if not in_parts or type(linear) is not Linear or linear.bias is not None:
-        return linear(x)
-    kernel = linear.kernel[...]
-    return split_product(x, kernel, best_parts(math.prod(x.shape[:-1]), kernel))
+    return split_product(x, linear.kernel[...]) if in_parts and is_plain(linear) else linear(x)
 
 
 class Attention(nnx.Module):
@@ -108,10 +119,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "*B E"], attend: Attend, *, in_parts: bool = False
     ) -> tuple[Float[Array, "..."], Any]:
         """The output [*B, E], or with `in_parts` perhaps parts of it, as `attend` then gets parts, too."""
+        out, kv_pages = self.attend(product(self.qkv, x, in_parts=in_parts), attend)
+        return product(self.o, out, in_parts=in_parts), kv_pages
+
+    def attend(self, qkv: Float[Array, "..."], attend: Attend) -> tuple[Float[Array, "*B A"], Any]:
+        """What heads attend to, one after the other [*B, Hq * D], of the projection or parts of it."""
         heads, kv_heads, dim = self.heads
-        qkv = product(self.qkv, x, in_parts=in_parts)
         out, kv_pages = attend(qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, dim))
-        return product(self.o, out.reshape(*x.shape[:-1], heads * dim), in_parts=in_parts), kv_pages
+        return out.reshape(*out.shape[:-2], heads * dim), kv_pages
 
 
 class MLP(nnx.Module):
@@ -128,8 +143,12 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "*B E"], *, in_parts: bool = False) -> Float[Array, "..."]:
         """The output [*B, E], or with `in_parts` perhaps parts of it."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return product(self.down, jax.nn.silu(gate) * up, in_parts=in_parts)
+        if in_parts and is_plain(self.gate_up):
+            gated = gated_product(x, self.gate_up.kernel[...])
+        else:
+            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+            gated = jax.nn.silu(gate) * up
+        return product(self.down, gated, in_parts=in_parts)
 
 
 class Block(nnx.Module):
@@ -160,3 +179,40 @@ class Block(nnx.Module):
         out, kv_pages = self.attention(normed, attend, in_parts=in_parts)
         x, normed = self.mlp_norm.add(x, out, implementation=implementation)
         return x, self.mlp(normed, in_parts=in_parts), kv_pages
+
+
+def weights_after(block: Block, following: Block | None) -> LayerWeights | None:
+    """What `after_attention` needs of a layer and of the one that follows; `None` if they are not plain products."""
+    products = [block.attention.o, block.mlp.gate_up, block.mlp.down]
+    products += [] if following is None else [following.attention.qkv]
+    if not all(is_plain(linear) for linear in products):
+        return None
+    o, gate_up, down, *qkv = (linear.kernel[...] for linear in products)
+    scale = None if following is None else following.attention_norm.scale[...]
+    return LayerWeights(o, block.mlp_norm.scale[...], gate_up, down, scale, *(qkv or [None]))
+
+
+def run_in_kernels(
+    blocks: Sequence[Block], x: Float[Array, "T E"], attends: Sequence[Attend]
+) -> tuple[Float[Array, "T E"], Any, list[Any]] | None:
+    """All layers, with one kernel from each attention to the next: for few tokens, where there is such a kernel.
+
+    Returns:
+      what the last `Block` would, and the pages of all; or `None` where each layer is better left to its `Block`.
+    """
+    layers = []
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        weights = weights_after(block, following)
+        plan = None if weights is None else layer_plan(len(x), weights)
+        if weights is None or plan is None:
+            return None
+        layers.append((block, weights, plan))
+    qkv: Any = product(blocks[0].attention.qkv, blocks[0].attention_norm(x), in_parts=True)
+    delta, written, arrivals = None, [], jnp.zeros(1, jnp.int32)
+    for index, ((block, weights, plan), attend) in enumerate(zip(layers, attends, strict=True)):
+        with jax.named_scope(f"layer_{index}"):
+            with jax.named_scope("attention"):
+                attended, kv_pages = block.attention.attend(qkv, attend)
+            x, delta, qkv, arrivals = after_attention(x, attended, weights, arrivals, eps=block.mlp_norm.eps, plan=plan)
+        written.append(kv_pages)
+    return x, delta, written

@@ -1,12 +1,14 @@
 """`Llama`, which is also a Mistral: one set of parameters that serves through pages and trains."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int, Int32
 
 from jpaged.models.config import LlamaConfig
-from jpaged.models.layers import Block, RMSNorm, rotary_angles
+from jpaged.models.layers import Block, RMSNorm, rotary_angles, run_in_kernels
 from jpaged.models.linear import Linear, normal
 from jpaged.pallas_kernels import (
     KVPages,
@@ -112,7 +114,8 @@ class Llama(nnx.Module):
           implementation: attention back end; `None` picks one.
         """
         if meta.work is None:
-            meta = plan_attention(meta, kv_pages[0].spec)
+            layer = (self.config.num_attention_heads, self.config.sliding_window)
+            meta = plan_attention(meta, kv_pages[0].spec, layers=[layer])
         rope = rotary_angles(self.config, meta.positions)
         options = {"rope": rope, "sliding_window": self.config.sliding_window, "implementation": implementation}
         # A name is that of attention; a norm is not refused because its kernel does not take a shape.
@@ -120,15 +123,20 @@ class Llama(nnx.Module):
         in_parts = norm_implementation(norms, self.dtype, self.config.hidden_size) == "mosaic_gpu"
         with jax.named_scope("embed"):
             x, delta = self.embed[...][tokens], None
-        written = []
-        for index, (block, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
 
-            def attend(qkv, pages=pages):
-                return attend_and_write_qkv(qkv, pages, meta, dtype=self.dtype if qkv.ndim > 3 else None, **options)
+        def attend(qkv, pages):
+            return attend_and_write_qkv(qkv, pages, meta, dtype=self.dtype if qkv.ndim > 3 else None, **options)
 
-            with jax.named_scope(f"layer_{index}"):
-                x, delta, pages = block(x, delta, attend, in_parts=in_parts, implementation=norms)
-            written.append(pages)
+        attends = [partial(attend, pages=pages) for pages in kv_pages]
+        in_kernels = run_in_kernels(self.layers, x, attends) if in_parts else None
+        if in_kernels is not None:
+            x, delta, written = in_kernels
+        else:
+            written = []
+            for index, (block, attend) in enumerate(zip(self.layers, attends, strict=True)):
+                with jax.named_scope(f"layer_{index}"):
+                    x, delta, pages = block(x, delta, attend, in_parts=in_parts, implementation=norms)
+                written.append(pages)
         return self.norm.add(x, delta, implementation=norms)[1], written
 
     @jax.named_scope("logits")

@@ -1,6 +1,7 @@
 """The public operations: dispatch over the implementations, behind one contract."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,13 +25,20 @@ from .xla import AttentionOptions, paged_attention_xla
 from .xla_plan import XLAWork, plan_xla
 
 
-def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
+def plan_attention(
+    meta: PagedMetadata, spec: PageSpec, *, layers: Iterable[tuple[int, int | None]] = ()
+) -> PagedMetadata:
     """Fills `meta.work`, the schedule of the back end that `spec` is stored for.
 
     Call it once a step, inside jit; all layers whose pages have an equal spec share the result.
 
+    Args:
+      layers: (query heads, sliding window) of the layers that will share it: what of the schedule depends on these is
+        made here too, once for those that agree. The result is the same without; a step of many layers then takes
+        several times as long to trace and to compile for a GPU.
+
     Raises:
-      ValueError: the arrays' shapes do not agree.
+      ValueError: the arrays' shapes do not agree, or query heads are no multiple of the pages' heads.
       NotImplementedError: that back end cannot run here.
 
     Example:
@@ -46,6 +54,12 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
       (0, 1)
     """
     validate_metadata(meta, meta.positions.shape[0])
+    layers = dict.fromkeys(layers)
+    for heads, _ in layers:
+        if heads < 1 or heads % spec.num_kv_heads:
+            raise ValueError(
+                f"{layers=} {spec.num_kv_heads=}; expected query heads that are a multiple of num_kv_heads"
+            )
     resolve_implementation(spec.implementation, spec=spec)
     chip = current_tpu()
     if spec.implementation == "mosaic_tpu" and chip is not None:
@@ -62,7 +76,9 @@ def plan_attention(meta: PagedMetadata, spec: PageSpec) -> PagedMetadata:
             narrow=meta.positions.shape[0] <= meta.kv_lens.shape[0],
             units=meta.kv_lens.shape[0] * spec.num_kv_heads,
         )
-        work = plan_gpu(meta, work, spec, blocks)
+        from .attention_gpu import with_lists  # needs jax 0.11
+
+        return with_lists(dataclasses.replace(meta, work=plan_gpu(meta, work, spec, blocks)), spec, layers)
     return dataclasses.replace(meta, work=work)
 
 

@@ -6,12 +6,17 @@ which is data, and so is that there may be none of a kind. Steps too small for p
 the KV, are `decode_gpu`'s alone.
 """
 
+import dataclasses
+import math
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from . import gpu_plan as plan
 from .decode_gpu import attend
+from .indices_gpu import arange, div
 from .metadata import PagedMetadata
 from .pages import KVPages, PageSpec
 from .prefill_gpu import prefill
@@ -99,6 +104,37 @@ def make_prefill_records(
     )
 
 
+def find_first_pages(records: Int32[Array, "R F"], spec: PageSpec, meta: PagedMetadata) -> Int32[Array, "W B"]:
+    """The pages of each worker's first block: known with its record, and not only after it."""
+    blocks, page_table, size = meta.work.blocks, meta.work.page_table, spec.page_size
+    box = math.gcd(size, blocks.block_kv)
+
+    def field(which: int) -> Array:
+        return records[: blocks.num_workers, which, None]
+
+    slots = field(plan.KV_START) + box * arange(blocks.block_kv // box)
+    last = jnp.clip(div(field(plan.POSITION) + field(plan.NUM_TOKENS) - 1, size), 0, page_table.shape[1] - 1)
+    where = field(plan.ROW), jnp.minimum(div(slots, size), last)
+    return page_table.at[where].get(mode="clip", wrap_negative_indices=False)
+
+
+def make_lists(q_shape: tuple[int, ...], spec: PageSpec, meta: PagedMetadata, window: int | None) -> plan.WorkLists:
+    """All work lists of a layer."""
+    blocks = prefill_blocks(q_shape, spec, meta)
+    prefill_records = None if blocks is None else make_prefill_records(q_shape, spec, meta, window, blocks)
+    records = make_records(q_shape, spec, meta, window)
+    return plan.WorkLists(records, prefill_records, find_first_pages(records, spec, meta))
+
+
+def with_lists(meta: PagedMetadata, spec: PageSpec, layers: Iterable[tuple[int, int | None]]) -> PagedMetadata:
+    """The metadata with the lists of layers of so many query heads and such a window; `meta.work` is a `GPUWork`."""
+    lists = dict(meta.work.lists)
+    for num_heads, window in layers:
+        q_shape = (meta.positions.shape[0], num_heads, spec.head_dim)
+        lists[plan.lists_key(num_heads, spec.num_kv_heads, window)] = make_lists(q_shape, spec, meta, window)
+    return dataclasses.replace(meta, work=dataclasses.replace(meta.work, lists=lists))
+
+
 def paged_attention_gpu(
     q: Float[Array, "T Hq D"],
     kv_pages: KVPages,
@@ -116,10 +152,10 @@ def paged_attention_gpu(
     meta.work.check(spec)
     if sinks is not None:  # a buffer of its own, as the plan's page table has: a layer's row of many may not be aligned
         sinks = jnp.maximum(sinks, jnp.finfo(sinks.dtype).min)
-    blocks = prefill_blocks(q.shape, spec, meta)
-    records = make_records(q.shape, spec, meta, window)
-    prefill_records = None if blocks is None else make_prefill_records(q.shape, spec, meta, window, blocks)
-    return attend_listed(q, kv_pages, meta, records, prefill_records, sinks, options, with_lse)
+    lists = meta.work.lists.get(plan.lists_key(q.shape[1], spec.num_kv_heads, window))
+    lists = make_lists(q.shape, spec, meta, window) if lists is None else lists
+    first_pages, listed = lists.first_pages, (lists.records, lists.prefill_records)
+    return attend_listed(q, kv_pages, meta, *listed, sinks, options, with_lse, first_pages=first_pages)
 
 
 def attend_listed(
@@ -131,6 +167,8 @@ def attend_listed(
     sinks: Float32[Array, " Hq"] | None,
     options: AttentionOptions,
     with_lse: bool,
+    *,
+    first_pages: Int32[Array, "W B"] | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float32[Array, "T Hq"] | None]:
     """The kernels of `paged_attention_gpu`, with the work lists of the layer."""
     spec, work, num_rows = kv_pages.spec, meta.work, meta.kv_lens.shape[0]
@@ -153,6 +191,7 @@ def attend_listed(
             options=options,
             with_lse=with_lse,
             scales=kv_pages.scales,
+            first_pages=first_pages,
         )
         if blocks is None:
             return out, lse

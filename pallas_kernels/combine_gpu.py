@@ -289,11 +289,10 @@ def join_pieces(refs, scalars, *, group: int, head_dim: int, tile_rows: int, sha
         # The barrier puts all threads' stores before the leader's fence, which makes them visible before the count is.
         utils.warpgroup_barrier()
         with utils.when(leader):
-            memref.store(count_one(counters, counter), flag, [zero])
-        utils.warpgroup_barrier()
+            memref.store(count_one(counters, counter, acquire=True), flag, [zero])
+        utils.warpgroup_barrier()  # what the leader has acquired, all have
         before = memref.load(flag, [zero])
         with utils.when(equal(before, arith.subi(pieces, i32(1)))):
-            fence()
             with utils.when(leader):
                 store_global(i32(0), counters, [counter])
             sources = Sources(pieces, first_result, *(shared or (None, None)), tile_rows=tile_rows)
@@ -312,12 +311,16 @@ def fence() -> None:
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
 
 
-def count_one(counters: ir.Value, counter: ir.Value) -> ir.Value:
-    """Adds 1 to a counter, after all that came before is visible; returns what it was."""
+def count_one(counters: ir.Value, counter: ir.Value, *, acquire: bool = False) -> ir.Value:
+    """Adds 1 to a counter, after all that came before is visible; returns what it was.
+
+    With `acquire`, what others did before they counted is visible after it.
+    """
     pointer, _ = address(counters, [counter])
-    fence()
+    if not acquire:
+        fence()
     return utils.inline_ptx(
-        "atom.global.add.relaxed.gpu.u32 $0, [$1], 1;",
+        f"atom.global.add.{'acq_rel' if acquire else 'relaxed'}.gpu.u32 $0, [$1], 1;",
         pointer,
         result_types=ir.IntegerType.get_signless(32),
         has_side_effects=True,

@@ -13,6 +13,7 @@ Pieces of units that several rows share come first, and are of a kind of their o
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,14 @@ class Call:
         """Whether the pages have scales."""
         return self.page_dtype.itemsize == 1
 
+    def keys(self, tiles: "Tiles", stage: jax.Array) -> Any:
+        """K of this warpgroup's tile of 16 bits, [block_kv, D]."""
+        return tiles.kv.at[lax.axis_index("wg"), stage, :, pl.ds(0, self.head_dim)]
+
+    def values(self, tiles: "Tiles", stage: jax.Array) -> Any:
+        """V of the same."""
+        return tiles.kv.at[lax.axis_index("wg"), stage, :, pl.ds(self.head_dim, self.head_dim)]
+
     @property
     def box(self) -> int:
         """Token slots that one copy brings."""
@@ -78,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Refs:
-    """Arrays in global memory; `scales`, `sinks` and `lse` may be `None`."""
+    """Arrays in global memory; `scales`, `first_pages`, `sinks` and `lse` may be `None`."""
 
     q: Any
     pages: Any
@@ -86,6 +95,7 @@ class Refs:
     records: Any
     page_table: Any
     counters: Any
+    first_pages: Any
     sinks: Any
     out: Any
     lse: Any
@@ -98,13 +108,10 @@ class Tiles:
     """Shared memory and barriers: `own` of a kind of consumer, and what it shares with the loading warps."""
 
     own: tuple
-    k: Any
-    v: Any
+    kv: Any
     flags: Any
-    k_full: Any
-    v_full: Any
-    k_freed: Any
-    v_freed: Any
+    full: Any
+    freed: Any
 
 
 @jax.tree_util.register_dataclass
@@ -180,10 +187,12 @@ class Kind:
       softmax: (scores, acc, top, total, scales of values) -> (acc, top, total, weights); it scales acc to the new
         maximum.
       values: (accumulator, weights, stage or loaded values) -> None, issues O += P V.
-      finish: (piece, acc, top, total) -> None, stores a whole unit, or a piece.
+      finish: (piece, acc, top, total, *ahead) -> None, stores a whole unit, or a piece; or whether it has joined all
+        pieces, as 1 or 0.
       hide_unseen: (piece, first KV token, stage) -> None, zeroes V in slots that no query may see; `None` if all
         queries see all slots.
       load_values: (stage) -> array of V, in registers; `None` if V is read from shared memory, and so K.
+      look_ahead: (piece) -> `ahead`, what `finish` needs and is asked for before the first block; `None` for nothing.
     """
 
     keys_axis: int
@@ -197,6 +206,7 @@ class Kind:
     finish: Callable
     hide_unseen: Callable | None
     load_values: Callable | None = None
+    look_ahead: Callable | None = None
 
 
 def positions(shape: tuple[int, int], axis: int, first: jax.Array, group: int = 1) -> jax.Array:
@@ -207,19 +217,19 @@ def positions(shape: tuple[int, int], axis: int, first: jax.Array, group: int = 
 
 def hide_unseen_values(call: Call, tiles: Tiles, piece: Piece, kv: jax.Array, stage: jax.Array) -> None:
     """Zeroes V in slots that no query may see: a weight of 0 does not hide a NaN."""
-    window, me = call.options.sliding_window, lax.axis_index("wg")
+    window = call.options.sliding_window
     unseen = kv + call.blocks.block_kv > piece.position + piece.num_tokens
     if window is not None:
         unseen |= kv < piece.position + 1 - window
 
     @pl.when(unseen)
     def _():
-        v = plgpu.load(tiles.v.at[me, stage], layout=WGMMA)
+        v = plgpu.load(call.values(tiles, stage), layout=WGMMA)
         keys = positions(v.shape, 0, kv)
         seen = keys < piece.position + piece.num_tokens
         if window is not None:
             seen &= keys > piece.position - window
-        tiles.v[me, stage] = jnp.where(seen, v, jnp.zeros_like(v))
+        call.values(tiles, stage)[...] = jnp.where(seen, v, jnp.zeros_like(v))
         plgpu.commit_smem()
 
 
@@ -250,13 +260,10 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
 
     def issue_scores(kind, s_ref, step):
         stage = lax.rem(step, stages)
-        plgpu.barrier_wait(tiles.k_full.at[me * stages + stage])
-        scales = kind.scores(s_ref, stage)
-        if kind.load_values is not None:
-            plgpu.barrier_arrive(tiles.k_freed.at[me * stages + stage])
-        return scales
+        plgpu.barrier_wait(tiles.full.at[me * stages + stage])
+        return kind.scores(s_ref, stage)
 
-    def attend_to(kind, piece, s, scales, kv, step, state, next_step=None):
+    def attend_to(kind, piece, s, scales, kv, step, state, *, issued=False):
         stage = lax.rem(step, stages)
         ring = me * stages + stage
         if scales is not None:
@@ -271,20 +278,17 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
                 masked |= kv < piece.position + piece.num_tokens - window
             s = lax.cond(masked, lambda x: mask(kind, x, piece, kv), lambda x: x, s)
         acc, top, total, weights = kind.softmax(s, *state, None if scales is None else scales[1])
-        if next_step is not None:
+        if issued:
             plgpu.wgmma_wait(0)
-            if kind.load_values is None:
-                plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(next_step, stages)])
-        plgpu.barrier_wait(tiles.v_full.at[ring])
         if kind.hide_unseen is not None:
             kind.hide_unseen(piece, kv, stage)
         v = stage
         if kind.load_values is not None:
             v = kind.load_values(stage)
-            plgpu.barrier_arrive(tiles.v_freed.at[ring])
+            plgpu.barrier_arrive(tiles.freed.at[ring])
         acc = pl.run_state(lambda acc_ref: kind.values(acc_ref, weights, v))(plgpu.ACC.init(acc))
         if kind.load_values is None:
-            plgpu.barrier_arrive(tiles.v_freed.at[ring])
+            plgpu.barrier_arrive(tiles.freed.at[ring])
         return acc, top, total
 
     def attend_all(kind, piece, q, step, before_last):
@@ -302,14 +306,12 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
             def overlapped(s_ref):
                 next_scales = issue_scores(kind, s_ref, step + j + 1)  # runs under the softmax of this block
                 kv = piece.kv_start + j * bkv
-                new_state = attend_to(kind, piece, s, scales, kv, step + j, state, step + j + 1)
+                new_state = attend_to(kind, piece, s, scales, kv, step + j, state, issued=True)
                 return s_ref[...], next_scales, *new_state
 
             return pl.run_scoped(overlapped, plgpu.ACC(kind.score_shape, jnp.float32))
 
         s, scales = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
-        if kind.load_values is None:
-            plgpu.barrier_arrive(tiles.k_freed.at[me * stages + lax.rem(step, stages)])
         last = piece.num_blocks - 1
         s, scales, *state = lax.fori_loop(0, last, kv_block, (s, scales, *kind.state()))
         found = before_last()
@@ -327,11 +329,15 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
 
     def walk(i, carry):
         step, (piece, q) = carry
+        ahead = () if kind.look_ahead is None else kind.look_ahead(piece)
         # The next piece arrives while the last block is computed.
         state, next_piece = attend_all(kind, piece, q, step, lambda: fetch(jnp.minimum(i + 1, count - 1)))
-        kind.finish(piece, *state)
+        joined = kind.finish(piece, *state, *ahead)
+        unjoined = piece.pieces > 1
+        if joined is not None:
+            unjoined &= joined == 0
 
-        @pl.when(piece.pieces > 1)
+        @pl.when(unjoined)
         def _():
             scalars = piece.token, piece.head, piece.num_tokens * group, piece.pieces, piece.counter, piece.first_result
             ends.join_pieces(
@@ -346,13 +352,18 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
         return step + piece.num_blocks, next_piece
 
     step = jnp.int32(0)
+    first = None
     if shared is not None:
+        # Fetched ahead of the shared units; a worker without a part of its own gets some other queries.
+        piece = read_piece(call, records, worker, worker)
+        piece = dataclasses.replace(piece, token=jnp.where(count > 0, piece.token, 0))
+        first = piece, kind.load_queries(piece)
         first_shared, shared_following, shared_count = shared_part(call, records, worker)
         step = lax.fori_loop(0, shared_count, walk_shared, step)
 
     @pl.when(count > 0)
     def _():
-        lax.fori_loop(0, count, walk, (step, fetch(jnp.int32(0))))
+        lax.fori_loop(0, count, walk, (step, first or fetch(jnp.int32(0))))
 
 
 def record_at(first: jax.Array, following: jax.Array, i: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """8-bit K and V from shared memory into the registers of a matrix instruction, as float16, for the Mosaic GPU kernel.
 
-A tile of 64 keys lies in shared memory as TMA wrote it: rows of D bytes, one a key, in tiles of 8 rows whose 16-byte
-units are swizzled. It is the left operand of both products (see `quantized_gpu`), and a thread needs, of each 16 x 16
-part of a left operand, 2 x 2 pairs of neighbours along the sum. `ldmatrix` hands out 32-bit words:
+A tile of 64 keys lies in shared memory as TMA wrote it: rows of K and V, 2 D bytes a key, in tiles of 8 rows whose
+16-byte units are swizzled. K and V are the left operands of the products (see `quantized_gpu`), and a thread needs, of
+each 16 x 16 part of a left operand, 2 x 2 pairs of neighbours along the sum. `ldmatrix` hands out 32-bit words:
 
     K  [keys, D]     the sum is over D:     a word is 4 neighbours in a row, which are two pairs
     V^T [D, keys]    the sum is over keys:  transposed in units of 16 bits, a word is 2 neighbours in D of 2 keys,
@@ -59,11 +59,11 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 
 def _row_bytes(head_dim: int) -> int:
     """Bytes of a row of the swizzled tiles."""
-    return math.gcd(head_dim, 128)
+    return math.gcd(2 * head_dim, 128)
 
 
 def page_transforms(head_dim: int) -> tuple:
-    """How a tile of 8-bit K or V is laid out."""
+    """How a tile of 8-bit K and V is laid out, each key's V behind its K."""
     return plgpu.TilingTransform((8, _row_bytes(head_dim))), plgpu.SwizzleTransform(_row_bytes(head_dim))
 
 
@@ -117,10 +117,10 @@ def _lanes() -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def _unit_offset(group: ir.Value, row: ir.Value, unit: ir.Value, head_dim: int) -> ir.Value:
-    """Byte offset of a 16-byte unit of row `8 * group + row`."""
+    """Byte offset of a 16-byte unit of row `8 * group + row`; units of V follow those of K."""
     i, width = ends.i32, _row_bytes(head_dim)
     units = width // 16
-    tile = arith.addi(arith.muli(group, i(head_dim // width)), arith.divui(unit, i(units)))
+    tile = arith.addi(arith.muli(group, i(2 * head_dim // width)), arith.divui(unit, i(units)))
     inside = arith.xori(arith.remui(unit, i(units)), arith.divui(row, i(128 // width)))
     return _sum(arith.muli(tile, i(8 * width)), arith.muli(row, i(width)), arith.muli(inside, i(16)))
 
@@ -139,8 +139,8 @@ def _array(registers: np.ndarray, shape: tuple[int, int]) -> mgpu.FragmentedArra
     )
 
 
-def load_keys(k_smem, *, head_dim: int, dtype):
-    """A tile of K, [64 keys, D] float16, the order of D as in `put_queries`."""
+def load_keys(kv_smem, *, head_dim: int, dtype):
+    """K of a tile, [64 keys, D] float16, the order of D as in `put_queries`."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(page_transforms(head_dim)),),
@@ -158,7 +158,7 @@ def load_keys(k_smem, *, head_dim: int, dtype):
                 registers[first + n // 2, :, n % 2] = _convert(word, dtype, apart=False)
         return _array(registers, (_KEYS, head_dim))
 
-    return load(k_smem)
+    return load(kv_smem)
 
 
 def value_rows(head_dim: int) -> int:
@@ -166,8 +166,8 @@ def value_rows(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
-def load_values(v_smem, *, head_dim: int, dtype):
-    """A tile of V, transposed: [D, 64 keys] float16. Rows r and r + 8 of each 16 are 2r and 2r + 1 in D.
+def load_values(kv_smem, *, head_dim: int, dtype):
+    """V of a tile, transposed: [D, 64 keys] float16. Rows r and r + 8 of each 16 are 2r and 2r + 1 in D.
 
     Past D they are some other rows of it.
     """
@@ -184,6 +184,7 @@ def load_values(v_smem, *, head_dim: int, dtype):
             unit = arith.addi(warp, ends.i32(4 * tile))
             if rows != head_dim:
                 unit = arith.minui(unit, ends.i32(head_dim // 16 - 1))
+            unit = arith.addi(unit, ends.i32(head_dim // 16))
             for first in range(0, _KEYS // 8, 4):
                 group = arith.addi(matrix, ends.i32(first))
                 words = _load_matrices(base, _unit_offset(group, row, unit, head_dim), transposed=True)
@@ -191,7 +192,7 @@ def load_values(v_smem, *, head_dim: int, dtype):
                     registers[tile, first + n] = _convert(word, dtype, apart=True)
         return _array(registers, (rows, _KEYS))
 
-    return load(v_smem)
+    return load(kv_smem)
 
 
 def put_queries(q, q_smem, *, n: int, head_dim: int, dtype, transforms) -> None:
@@ -253,8 +254,8 @@ def load_scales(scales_smem, *, box: int, page_size: int):
     return load(scales_smem)
 
 
-def zero_keys(v_smem, first_seen, end_seen, *, head_dim: int) -> None:
-    """Zeroes the rows of a tile of V outside of [first_seen, end_seen): a weight of 0 does not hide a NaN."""
+def zero_values(kv_smem, first_seen, end_seen, *, head_dim: int) -> None:
+    """Zeroes V of a tile in the rows outside of [first_seen, end_seen): a weight of 0 does not hide a NaN."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(page_transforms(head_dim)), _SCALAR, _SCALAR))
     def zero(_, ref, first_seen, end_seen):
@@ -266,7 +267,7 @@ def zero_keys(v_smem, first_seen, end_seen, *, head_dim: int) -> None:
         )
         zeros = vector.broadcast(ir.VectorType.get((4,), _i32()), i(0))
         with utils.when(unseen):
-            for first in range(0, head_dim // 16, 2):
+            for first in range(head_dim // 16, head_dim // 8, 2):
                 put_bytes(zeros, ref, _unit_offset(group, row, arith.addi(half, i(first)), head_dim), 16)
 
-    zero(v_smem, first_seen, end_seen)
+    zero(kv_smem, first_seen, end_seen)

@@ -2,8 +2,8 @@
 
 A block of threads holds `consumers` warpgroups that compute and one warpgroup whose warps load, a warp a consumer:
 
-    loading warp   record -> page ids -> one TMA box a page, K and V apart -> ring of `stages` tiles in shared memory
-    consumer       record -> queries -> [ wait K | S = Q K^T | running softmax | wait V | O += P V | free the stage ]*
+    loading warp   record -> page ids -> one TMA box a page -> ring of `stages` tiles of K and V in shared memory
+    consumer       record -> queries -> [ wait | S = Q K^T | running softmax | O += P V | free the stage ]*
                    -> a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
 
 The query heads of a KV head, and several query tokens, are the rows of one 64-row matrix product, so every K and V is
@@ -29,8 +29,9 @@ from . import gpu_plan as plan
 from .consumer_gpu import Call, Refs, Tiles, consume, record_at, shared_part
 from .convert_gpu import page_transforms
 from .narrow_gpu import WEIGHT_TRANSFORMS, narrow_kind
+from .prefix_join_gpu import joining_kind
 from .quantized_gpu import quantized_kind
-from .shared_prefix_gpu import shared_kind
+from .shared_prefix_gpu import NOTES, shared_kind
 from .tuning import fit_stages, scale_box
 from .wide_gpu import wide_kind
 
@@ -46,76 +47,71 @@ def copies_of_scales(box: int, page_size: int) -> list[tuple[int, int, int]]:
 
 
 def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
-    """Loads the shares of this block's workers: K and V by a warp each, or one warp for both; scales come with K."""
+    """Loads the shares of this block's workers, a warp each."""
     pages, records, page_table = refs.pages, refs.records, refs.page_table
     blocks, page_size, box = call.blocks, call.page_size, call.box
     bkv, stages = blocks.block_kv, blocks.stages
+    boxes = range(bkv // box)
 
-    # With two consumers or fewer, K and V have a warp each.
-    kinds = 2 if 2 * blocks.consumers <= _WARPS else 1
-
-    smem, full, freed = (tiles.k, tiles.v), (tiles.k_full, tiles.v_full), (tiles.k_freed, tiles.v_freed)
-
-    def load(consumer, which):
+    def load(consumer):
         worker = consumer * blocks.num_blocks + lax.axis_index("block")
         following, count = records[worker, plan.FOLLOWING], records[worker, plan.COUNT]
+        first_pages = None
+        if refs.first_pages is not None:  # asked for together with the record that the page table would wait for
+            first_pages = tuple(refs.first_pages[worker, n] for n in boxes)
 
-        def piece(at, step):
+        def piece(at, step, is_first=None):
             head, row, position = (records[at, f] for f in (plan.HEAD, plan.ROW, plan.POSITION))
             kv_start, num_blocks = records[at, plan.KV_START], records[at, plan.NUM_BLOCKS]
             last_page = lax.div(position + records[at, plan.NUM_TOKENS] - 1, page_size)
             last_page = jnp.minimum(last_page, page_table.shape[1] - 1)  # whatever kv_lens says
 
-            def kv_block(j, step):
+            def pages_of(j):
+                columns = [lax.div(kv_start + (j * bkv + n * box), page_size) for n in boxes]
+                return tuple(page_table[row, jnp.minimum(column, last_page)] for column in columns)
+
+            def kv_block(j, carry):
+                step, ids = carry
                 stage = lax.rem(step, stages)
                 ring = consumer * stages + stage
-                boxes = []
-                for n in range(bkv // box):
-                    kv = kv_start + (j * bkv + n * box)
-                    column = lax.div(kv, page_size)
-                    slots = slice(None) if box == page_size else pl.ds(kv - column * page_size, box)
-                    boxes.append((page_table[row, jnp.minimum(column, last_page)], slots))
 
-                for k_or_v in which:
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(tiles.freed.at[ring])
 
-                    @pl.when(step >= stages)
-                    def _(k_or_v=k_or_v):  # of K before V is asked for: a ring of one tile must not wait for both
-                        plgpu.barrier_wait(freed[k_or_v].at[ring])
+                for n in boxes:
+                    first_slot = lax.rem(kv_start + (j * bkv + n * box), page_size)
+                    if call.quantized:
+                        first = 2 * page_size * head + (0 if box == page_size else first_slot)
+                        for skip, to, count in copies_of_scales(box, page_size):
+                            plgpu.copy_gmem_to_smem(
+                                refs.scales.at[ids[n], pl.ds(first + skip, count)],
+                                tiles.own[-1].at[consumer, stage, n, pl.ds(to, count)],
+                                tiles.full.at[ring],
+                            )
+                    plgpu.copy_gmem_to_smem(
+                        pages.at[ids[n], slice(None) if box == page_size else pl.ds(first_slot, box), head],
+                        tiles.kv.at[consumer, stage, pl.ds(n * box, box)],
+                        tiles.full.at[ring],
+                    )
+                return step + 1, pages_of(j + 1)  # comes while the next stage is waited for
 
-                    for n, (page, slots) in enumerate(boxes):
-                        if call.quantized and k_or_v == 0:
-                            first = 2 * page_size * head + (0 if box == page_size else slots.start)
-                            for skip, to, count in copies_of_scales(box, page_size):
-                                plgpu.copy_gmem_to_smem(
-                                    refs.scales.at[page, pl.ds(first + skip, count)],
-                                    tiles.own[-1].at[consumer, stage, n, pl.ds(to, count)],
-                                    full[0].at[ring],
-                                )
-                        plgpu.copy_gmem_to_smem(
-                            pages.at[page, slots, 2 * head + k_or_v],
-                            smem[k_or_v].at[consumer, stage, pl.ds(n * box, box)],
-                            full[k_or_v].at[ring],
-                        )
-                return step + 1
+            ids = pages_of(0) if is_first is None else lax.cond(is_first, lambda: first_pages, lambda: pages_of(0))
+            return lax.fori_loop(0, num_blocks, kv_block, (step, ids))[0]
 
-            return lax.fori_loop(0, num_blocks, kv_block, step)
-
-        def walk(record, following, count, step):
+        def walk_shared(record, following, count, step):
             return lax.fori_loop(0, count, lambda i, step: piece(record_at(record, following, i), step), step)
+
+        def walk(i, step):
+            return piece(record_at(worker, following, i), step, None if first_pages is None else i == 0)
 
         step = jnp.int32(0)
         if call.sharing:
-            step = walk(*shared_part(call, records, worker), step)
-        walk(worker, following, count, step)
+            step = walk_shared(*shared_part(call, records, worker), step)
+        lax.fori_loop(0, count, walk, step)
 
     def warp(index):
-        for kind in range(kinds):
-            first = kind * blocks.consumers
-
-            @pl.when((index >= first) & (index < first + blocks.consumers))
-            def _(kind=kind, first=first):
-                which = (0, 1) if kinds == 1 else (kind,)
-                load(index - first, which)
+        pl.when(index < blocks.consumers)(lambda: load(index))
 
     plgpu.warp_map(warp)
 
@@ -136,6 +132,7 @@ def attend(
     options,
     with_lse,
     scales=None,
+    first_pages=None,
 ):
     """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
     num_tokens, heads, head_dim = q.shape
@@ -192,6 +189,7 @@ def attend(
             records=next(args),
             page_table=next(args),
             counters=next(args),
+            first_pages=None if first_pages is None else next(args),
             sinks=None if sinks is None else next(args),
             out=next(args),
             lse=next(args) if with_lse else None,
@@ -204,20 +202,25 @@ def attend(
         @pl.when(wg < blocks.consumers)
         def _():
             plgpu.set_max_registers(_REGISTERS[blocks.consumers], action="increase")
-            shared = shared_kind(kernel, refs, tiles) if sharing else None
-            consume(kernel, refs, tiles, kind(kernel, refs, tiles), shared)
+            own, shared = kind(kernel, refs, tiles), None
+            if sharing:
+                shared = shared_kind(kernel, refs, tiles)
+                own = joining_kind(own, kernel, refs, tiles) if narrow else own
+            consume(kernel, refs, tiles, own, shared)
 
         @pl.when(wg == blocks.consumers)
         def _():
             plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
             _produce(kernel, refs, tiles)
 
-    tile = (blocks.consumers, blocks.stages, blocks.block_kv, head_dim)
     rings = blocks.consumers * blocks.stages
-    boxes = blocks.block_kv // box
-    with_scales = boxes * (1 + len(copies_of_scales(box, page_size))) if quantized else boxes
-    page_tile = plgpu.SMEM(tile, pages.dtype, transforms=page_transforms(head_dim) if quantized else transforms)
-    freed = plgpu.Barrier(num_arrivals=1, num_barriers=rings)
+    copies = blocks.block_kv // box * (1 + len(copies_of_scales(box, page_size)) if quantized else 1)
+    tile = plgpu.SMEM(
+        (blocks.consumers, blocks.stages, blocks.block_kv, 2 * head_dim),
+        pages.dtype,
+        transforms=page_transforms(head_dim) if quantized else transforms,
+    )
+    pages = pages.reshape(*pages.shape[:2], num_kv_heads, 2 * head_dim)  # K and V of a head are one row
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if with_lse:
         out_type.append(jax.ShapeDtypeStruct((num_tokens, heads), jnp.float32))
@@ -230,13 +233,10 @@ def attend(
         out_type=out_type,
         scratch_types=[
             *own,
-            page_tile,
-            page_tile,
-            plgpu.SMEM((blocks.consumers, plan.members_of_a_tile(group) if sharing else 1), jnp.int32),
-            plgpu.Barrier(num_arrivals=with_scales, num_barriers=rings),
-            plgpu.Barrier(num_arrivals=boxes, num_barriers=rings),
-            freed,
-            freed,
+            tile,
+            plgpu.SMEM((blocks.consumers, NOTES * plan.members_of_a_tile(group) if sharing else 1), jnp.int32),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=rings),
+            plgpu.Barrier(num_arrivals=1, num_barriers=rings),
         ],
         grid=(blocks.num_blocks,),
         grid_names=("block",),
@@ -250,6 +250,6 @@ def attend(
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )
-    operands = [q, pages, scales, records, page_table, counters, sinks]
+    operands = [q, pages, scales, records, page_table, counters, first_pages, sinks]
     results = call(*[x for x in operands if x is not None])
     return results[0], results[1] if with_lse else None

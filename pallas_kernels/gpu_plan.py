@@ -19,18 +19,19 @@ Reference:
 """
 
 from dataclasses import dataclass, field
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from .indices_gpu import arange, ceil_div, div, take
 from .metadata import PagedMetadata
 from .pages import PageSpec
 from .prefix_plan_gpu import SharedPrefixes, find_prefixes, levels, num_tiles, share_prefixes
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
-from .work_line_gpu import Cuts, Tiles, arange, cut_line
+from .work_line_gpu import Cuts, Tiles, by_unit, cut_line
 from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
@@ -38,7 +39,7 @@ HEAD, TOKEN, NUM_TOKENS, POSITION, ROW, KV_START, NUM_BLOCKS = range(7)
 PIECES, FIRST_WORKER, FIRST_RESULT, SHARED_PIECES, SHARED_RESULT = range(7, 12)
 FOLLOWING, COUNT, LIVE_TOKENS = range(12, 15)
 RECORD = 16  # int32 values of a record: 64 bytes, two sectors
-MIN_SHARED = 4  # blocks of a piece of a shared unit, at least: it takes as long to begin and end one
+MIN_SHARED = 8  # blocks of a piece of a shared unit, at least: it takes as long to begin and end one
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,22 @@ class PartialRows:
         return self.whole_shared + self.num_rows * self.num_kv_heads * self.group
 
 
+class WorkLists(NamedTuple):
+    """The work lists of a layer: `make_work_list`'s; that of `prefill_plan_gpu` or `None`; `find_first_pages`'s."""
+
+    records: Array
+    prefill_records: Array | None
+    first_pages: Array
+
+
 @jax.tree_util.register_dataclass
 @no_type_check  # trees are also made of placeholders, which have no shape
 @dataclass(frozen=True)
 class GPUWork:
     """What a step's metadata holds for the Mosaic GPU kernel: live rows only.
 
-    The list itself also depends on a layer's query heads and window (`make_work_list`); layers that agree in them make
-    equal ones, of which XLA keeps one.
+    The lists also depend on a layer's heads and window. Those of layers that were announced to `plan_attention` are
+    here; others are made when the layer attends, in each layer anew: XLA keeps one of equal ones, but must find them.
 
     Attributes:
       q_lens: query tokens of each row, 0 for padding.
@@ -98,6 +107,7 @@ class GPUWork:
       xla: the schedule of the XLA implementation, for layers that ask for it; what no layer uses, XLA drops.
       blocks: static.
       pages: static; number, size, head_dim and bytes of a value of the pages that it was made for.
+      lists: by `lists_key`.
     """
 
     q_lens: Int32[Array, " S"]
@@ -107,6 +117,7 @@ class GPUWork:
     xla: XLAWork
     blocks: GPUBlocks = field(metadata={"static": True})
     pages: tuple[int, int, int, int] = field(metadata={"static": True})
+    lists: dict[tuple[int, int, int], WorkLists] = field(default_factory=dict)
 
     def check(self, spec: PageSpec) -> None:
         """Raises ValueError if it was not made for such pages."""
@@ -115,6 +126,11 @@ class GPUWork:
                 f"meta.work was made for pages of (number, size, head_dim, bytes of a value) {self.pages}, expected "
                 f"{pages_of(spec)}; call plan_attention with the spec of these pages"
             )
+
+
+def lists_key(num_heads: int, num_kv_heads: int, sliding_window: int | None) -> tuple[int, int, int]:
+    """What of a layer its lists depend on; 0 for no window, as keys of a tree are sorted."""
+    return num_heads, num_kv_heads, sliding_window or 0
 
 
 def pages_of(spec: PageSpec) -> tuple[int, int, int, int]:
@@ -204,8 +220,8 @@ def make_work_list(
     FOLLOWING on. Record num_workers + u is the first piece of unit u. Units are numbered tile by tile, heads inside.
 
     With `prefixes`, the same follows for shared units: worker w has COUNT pieces of them, which it walks before its
-    others. Last is a record for each row that shares, by groups (a *member*): TOKEN, and FOLLOWING, where the records
-    of its own unit begin, one a KV head.
+    others. Last is a record for each row that shares, by groups (a *member*): TOKEN, ROW, and FOLLOWING, where the
+    records of its own unit begin, one a KV head.
 
     Args:
       q_lens: query tokens of the rows, 0 for padding.
@@ -235,21 +251,22 @@ def make_work_list(
     parts = PartialRows(num_workers, tokens * group, group, 0 if sharing is None else num_rows, num_kv_heads)
 
     tiles = arange(capacity)
-    row_tiles = -(-q_lens // tokens)
+    row_tiles = ceil_div(q_lens, tokens)
     ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
-    offset = (tiles - (ends - row_tiles)[row]) * tokens
-    count = jnp.where(tiles < ends[-1], jnp.minimum(q_lens[row] - offset, tokens), 0)
-    position = meta.kv_lens[row] - q_lens[row] + offset
+    row_q_len = take(q_lens, row)
+    offset = (tiles - take(ends - row_tiles, row)) * tokens
+    count = jnp.where(tiles < ends[-1], jnp.minimum(row_q_len - offset, tokens), 0)
+    position = take(meta.kv_lens, row) - row_q_len + offset
     start = jnp.zeros_like(position)
     if sliding_window is not None:
-        start = jnp.maximum(position - (sliding_window - 1), 0) // block_kv * block_kv
+        start = div(jnp.maximum(position - (sliding_window - 1), 0), block_kv) * block_kv
     if sharing is not None:
-        start = sharing.blocks[row] * block_kv
-    blocks = jnp.where(count > 0, -(-(position + count - start) // block_kv), 0)
-    own = Tiles(ends[-1], row, meta.cu_q_lens[row] + offset, count, position, start, blocks)
+        start = take(sharing.blocks, row) * block_kv
+    blocks = jnp.where(count > 0, ceil_div(position + count - start, block_kv), 0)
+    own = Tiles(ends[-1], row, take(meta.cu_q_lens, row) + offset, count, position, start, blocks)
     total = jnp.sum(blocks, dtype=jnp.int32) * num_kv_heads
-    busy = num_blocks * jnp.clip(-(-total // (num_blocks * full_share)), 1, consumers)
+    busy = num_blocks * jnp.clip(ceil_div(total, num_blocks * full_share), 1, consumers)
     cuts = cut_line(own, busy, 1, num_kv_heads, num_workers)
 
     first_result = (2 * cuts.first_cut - 1) * parts.tile_rows
@@ -270,27 +287,29 @@ def make_work_list(
         blocks=of_group,
     )
     shared_cuts = cut_line(shared, num_workers, MIN_SHARED, num_kv_heads, num_workers)
-    units = arange(of_group.shape[0] * num_kv_heads)
-    tile, head = units // num_kv_heads, units % num_kv_heads
+    heads = arange(num_kv_heads)[None, :]
     shared_result = jnp.where(
         shared_cuts.pieces == 1,
-        parts.whole_shared + (head * num_rows + sharing.tile_first[tile]) * group,
+        parts.whole_shared + (heads * num_rows + sharing.tile_first[:, None]).reshape(-1) * group,
         parts.shared + (2 * shared_cuts.first_cut - 1) * TILE_ROWS,
     )
-    units = arange(capacity * num_kv_heads)
-    tile, head = units // num_kv_heads, units % num_kv_heads
-    joins = sharing.shares[row[tile]] & (count[tile] > 0)
-    whole = parts.whole + (row[tile] * num_kv_heads + head) * group
-    joined = jnp.where(joins, sharing.tile[row[tile]] * num_kv_heads + head, 0)
-    shared_pieces = jnp.where(joins, shared_cuts.pieces[joined], 0)
+    joins = by_unit(take(sharing.shares, row) & (count > 0), num_kv_heads)
+    whole = parts.whole + (row[:, None] * num_kv_heads + heads).reshape(-1) * group
+    joined = jnp.where(joins, (take(sharing.tile, row)[:, None] * num_kv_heads + heads).reshape(-1), 0)
+    place = by_unit(take(sharing.place, row) * group, num_kv_heads)
+    shared_pieces = jnp.where(joins, take(shared_cuts.pieces, joined), 0)
     fields = {
         PIECES: cuts.pieces + shared_pieces,
         FIRST_RESULT: jnp.where(joins & (cuts.pieces == 1), whole, first_result),
         SHARED_PIECES: shared_pieces,
-        SHARED_RESULT: jnp.where(joins, shared_result[joined] + sharing.place[row[tile]] * group, 0),
+        SHARED_RESULT: jnp.where(joins, take(shared_result, joined) + place, 0),
     }
-    own_tile = (ends - row_tiles)[sharing.row]
-    members = {TOKEN: meta.cu_q_lens[sharing.row], FOLLOWING: num_workers + own_tile * num_kv_heads}
+    own_tile = take(ends - row_tiles, sharing.row)
+    members = {
+        TOKEN: take(meta.cu_q_lens, sharing.row),
+        ROW: sharing.row,
+        FOLLOWING: num_workers + own_tile * num_kv_heads,
+    }
     return lax.concatenate(
         [
             _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, fields),
@@ -320,27 +339,33 @@ def _records(
 ) -> Int32[Array, "R F"]:
     """The records of the workers, then of the units of a line; the latter's records begin at `first_unit`."""
 
-    def records(unit: Array, begin: Array, num_blocks: Array, others: dict[int, Array]) -> Array:
-        tile = unit // num_kv_heads
-        fields = {
-            HEAD: unit - tile * num_kv_heads,
-            TOKEN: tiles.token[tile],
-            NUM_TOKENS: tiles.count[tile],
-            POSITION: tiles.position[tile],
-            ROW: tiles.row[tile],
-            KV_START: tiles.start[tile] + begin * block_kv,
-            NUM_BLOCKS: num_blocks,
-            FIRST_WORKER: cuts.first_cut[unit] - 1,
-            LIVE_TOKENS: jnp.broadcast_to(meta.cu_q_lens[-1], unit.shape),
-            **{which: x[unit] for which, x in of_units.items()},
-            **others,
-        }
-        return _stack(fields, unit.shape[0])
-
-    units = arange(cuts.pieces.shape[0])
-    workers = {COUNT: cuts.count, FOLLOWING: first_unit + cuts.unit + 1}
-    firsts = records(cuts.unit, cuts.begin, cuts.first_blocks, workers)
-    return lax.concatenate([firsts, records(units, jnp.zeros_like(units), cuts.unit_blocks, {})], 0)
+    num_tiles = tiles.row.shape[0]
+    of_tiles = {
+        HEAD: jnp.zeros_like(tiles.row),
+        TOKEN: tiles.token,
+        NUM_TOKENS: tiles.count,
+        POSITION: tiles.position,
+        ROW: tiles.row,
+        KV_START: tiles.start,
+    }
+    fields = {which: by_unit(x, num_kv_heads) for which, x in of_tiles.items()} | {
+        HEAD: jnp.broadcast_to(arange(num_kv_heads)[None, :], (num_tiles, num_kv_heads)).reshape(-1),
+        NUM_BLOCKS: cuts.unit_blocks,
+        FIRST_WORKER: cuts.first_cut - 1,
+        LIVE_TOKENS: jnp.broadcast_to(meta.cu_q_lens[-1], cuts.pieces.shape),
+        **of_units,
+    }
+    # Kept from being made once more inside of the gather: that would be the largest program of the step.
+    units = lax.optimization_barrier(_stack(fields, cuts.pieces.shape[0]))
+    workers = {
+        KV_START: cuts.begin * block_kv,
+        NUM_BLOCKS: cuts.first_blocks,
+        COUNT: cuts.count,
+        FOLLOWING: first_unit + cuts.unit + 1,
+    }
+    kept = jnp.asarray([field not in (NUM_BLOCKS, COUNT, FOLLOWING) for field in range(RECORD)])
+    firsts = jnp.where(kept, take(units, cuts.unit), 0) + _stack(workers, cuts.unit.shape[0])
+    return lax.concatenate([firsts, units], 0)
 
 
 def _stack(fields: dict[int, Array], length: int) -> Int32[Array, "R F"]:

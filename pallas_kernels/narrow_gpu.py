@@ -4,14 +4,15 @@
 
 Matrix instructions take 64 rows whatever is in them. A decode row has as many as a KV head has query heads, so here
 they lie along N, a multiple of 8, and nothing is computed for rows that are not there. The price: a query's maximum is
-over rows that four warps hold, and weights go through shared memory. A thread holds keys r and r + 8 of a block, for
-queries c and c + 1 of each 8.
+over rows that four warps hold, and so is only found where one is needed, and weights go through shared memory. A thread
+holds keys r and r + 8 of a block, for queries c and c + 1 of each 8.
 """
 
 # Mosaic GPU's own modules are barely annotated, and differ between versions of jax.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
+import functools
 import math
 from functools import partial
 
@@ -28,6 +29,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from . import combine_gpu as ends
 from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, hide_unseen_values, unfinished
 
+_SLACK = 8.0  # of scores above what is called their maximum: weights are at most 2^8, which any dtype holds
 WEIGHT_TRANSFORMS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # of P in shared memory
 
 
@@ -89,6 +91,32 @@ def column_max(s, top, red, n: int):
         return _array(out, (64, n))
 
     return reduce(s, top, red)
+
+
+def outgrown(s, top, n: int):
+    """1 if some score of a block is more than `_SLACK` above its query's maximum so far, else 0; a barrier."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def look(_, s, top):
+        s, top = _pairs(s), _pairs(top)
+        above = []
+        for i in range(n // 8):
+            limit = arith.addf(top[i, 0], ends.splat(ends.f32(_SLACK), 2))
+            higher = arith.cmpf(arith.CmpFPredicate.OGT, arith.maximumf(s[i, 0], s[i, 1]), limit)
+            above += [vector.extract(higher, dynamic_position=[], static_position=[which]) for which in range(2)]
+        integer = ir.IntegerType.get_signless(32)
+        found = utils.inline_ptx(
+            "{.reg .pred p; setp.ne.u32 p, $1, 0; barrier.cta.red.or.pred p, $2, 128, p; selp.u32 $0, 1, 0, p;}",
+            arith.extui(integer, functools.reduce(arith.ori, above)),
+            utils.warpgroup_barrier_idx(sync=False),
+            result_types=integer,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return look(s, top)
 
 
 def column_sum(total, red, n: int):
@@ -303,19 +331,24 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         put_queries(q, q_smem, n=n, head_dim=head_dim, transforms=transforms)
 
     def scores(s_ref, stage):
-        plgpu.wgmma(s_ref, tiles.k.at[me, stage], q_smem.T)
+        plgpu.wgmma(s_ref, call.keys(tiles, stage), q_smem.T)
 
     def softmax(s, acc, top, total, _):
-        new_top = column_max(s, top, red, n)
-        decay = jnp.exp2(top - new_top)
-        p = jnp.exp2(s - new_top)
+        def raise_top(acc, top, total):
+            new_top = column_max(s, top, red, n)
+            decay = jnp.exp2(top - new_top)
+            return acc * as_rows(decay, head_dim, n), new_top, total * decay
+
+        # A maximum over all warps takes longer than to see that it is not needed, as in most blocks but the first.
+        acc, top, total = lax.cond(outgrown(s, top, n) > 0, raise_top, lambda *state: state, acc, top, total)
+        p = jnp.exp2(s - top)
         put_weights(p.astype(call.dtype), p_smem, n, weight_columns)
         plgpu.commit_smem()
         # A thread adds up its own keys; the sum over all is made once, at the end.
-        return acc * as_rows(decay, head_dim, n), new_top, total * decay + p, None
+        return acc, top, total + p, None
 
     def values(acc_ref, _, stage):
-        plgpu.wgmma(acc_ref, tiles.v.at[me, stage].T, p_smem.T)
+        plgpu.wgmma(acc_ref, call.values(tiles, stage).T, p_smem.T)
 
     def finish(piece, acc, top, total):
         live_rows = piece.num_tokens * group

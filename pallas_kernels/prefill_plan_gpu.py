@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from .indices_gpu import arange, ceil_div, div, rem, take
 from .metadata import PagedMetadata
 
 # Fields of a record, which is one unit.
@@ -59,8 +60,8 @@ def rows_to_split(
     seen = meta.kv_lens
     if sliding_window is not None:
         seen = jnp.minimum(seen, sliding_window + q_lens)
-    blocks = jnp.where(q_lens > 0, -(-seen // block_kv), 0).astype(jnp.float32)  # products may pass int32
-    units, split_units = ((num_kv_heads * -(-q_lens // n)).astype(jnp.float32) for n in (tokens, split_tokens))
+    blocks = jnp.where(q_lens > 0, ceil_div(seen, block_kv), 0).astype(jnp.float32)  # products may pass int32
+    units, split_units = ((num_kv_heads * ceil_div(q_lens, n)).astype(jnp.float32) for n in (tokens, split_tokens))
     long = blocks * multiprocessors > 2 * jnp.sum(units * blocks)
     cost = jnp.sum(jnp.where(long, split_units * blocks, 0.0))
     return long & (2 * cost <= multiprocessors * jnp.max(blocks))
@@ -93,7 +94,7 @@ def make_prefill_list(
     """
     num_rows = meta.kv_lens.shape[0]
     capacity = num_units(num_rows, meta.positions.shape[0], num_kv_heads, tokens)
-    rows, units = (jnp.arange(n, dtype=jnp.int32) for n in (num_rows, capacity))
+    rows, units = (arange(n) for n in (num_rows, capacity))
 
     # Rows, the longest first; a row's rank is how many come before it.
     length = jnp.where(q_lens > 0, meta.kv_lens, -1)
@@ -101,36 +102,37 @@ def make_prefill_list(
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     by_rank = jnp.sum(jnp.where(rank[None, :] == rows[:, None], rows[None], 0), axis=1, dtype=jnp.int32)
 
-    tiles = -(-q_lens[by_rank] // tokens)
+    tiles = ceil_div(take(q_lens, by_rank), tokens)
     ends = jnp.cumsum(tiles * num_kv_heads, dtype=jnp.int32)
     nth = jnp.minimum(jnp.sum(ends[None, :] <= units[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
-    row = by_rank[nth]
+    row = take(by_rank, nth)
+    row_q_len, row_kv_len = take(q_lens, row), take(meta.kv_lens, row)
     live = units < ends[-1]
-    row_tiles = jnp.maximum(tiles[nth], 1)
-    within = units - (ends[nth] - tiles[nth] * num_kv_heads)
-    together = jnp.clip(section_tokens // jnp.maximum(meta.kv_lens[row], 1), 1, num_kv_heads)
-    first_head = jnp.minimum(within // (together * row_tiles) * together, num_kv_heads - 1)
+    row_tiles = jnp.maximum(take(tiles, nth), 1)
+    within = units - take(ends - tiles * num_kv_heads, nth)
+    together = jnp.clip(div(jnp.int32(section_tokens), jnp.maximum(row_kv_len, 1)), 1, num_kv_heads)
+    first_head = jnp.minimum(div(within, together * row_tiles) * together, num_kv_heads - 1)
     heads = jnp.minimum(together, num_kv_heads - first_head)  # of this section
     within -= first_head * row_tiles
-    head = jnp.where(live, first_head + within % heads, 0)
-    offset = jnp.where(live, row_tiles - 1 - within // heads, 0) * tokens
-    count = jnp.where(live, jnp.minimum(q_lens[row] - offset, tokens), 0)
-    position = meta.kv_lens[row] - q_lens[row] + offset
+    head = jnp.where(live, first_head + rem(within, heads), 0)
+    offset = jnp.where(live, row_tiles - 1 - div(within, heads), 0) * tokens
+    count = jnp.where(live, jnp.minimum(row_q_len - offset, tokens), 0)
+    position = row_kv_len - row_q_len + offset
     stop = position + count
     start = jnp.zeros_like(stop)
     if sliding_window is not None:
-        start = jnp.maximum(position - (sliding_window - 1), 0) // block_kv * block_kv
+        start = div(jnp.maximum(position - (sliding_window - 1), 0), block_kv) * block_kv
     fields = {
         HEAD: head,
-        TOKEN: meta.cu_q_lens[row] + offset,
+        TOKEN: take(meta.cu_q_lens, row) + offset,
         NUM_TOKENS: count,
         POSITION: position,
         ROW: row,
         KV_START: start,
-        NUM_BLOCKS: jnp.where(live, -(-(stop - start) // block_kv), 0),
+        NUM_BLOCKS: jnp.where(live, ceil_div(stop - start, block_kv), 0),
         # No column outside of the table is read, whatever the lengths say.
-        LAST_PAGE: jnp.clip((stop - 1) // page_size, 0, meta.page_table.shape[1] - 1),
-        KV_LEN: meta.kv_lens[row],
+        LAST_PAGE: jnp.clip(div(stop - 1, page_size), 0, meta.page_table.shape[1] - 1),
+        KV_LEN: row_kv_len,
         NUM_UNITS: jnp.broadcast_to(ends[-1], units.shape),
     }
     zero = jnp.zeros_like(units)

@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from .indices_gpu import arange, ceil_div, div, rem, take
+
 MIN_BLOCKS = 4  # shorter prefixes are not looked for
 JOIN_BLOCKS = 2  # blocks that a row of a group must leave unread for having its results joined
-STEP_BLOCKS = 24  # blocks that a worker must leave unread for a step that shares
+STEP_BLOCKS = 24  # of a worker, of a step that shares: all that were measured gain from 27 on, some from 15 on
 
 
 @jax.tree_util.register_dataclass
@@ -76,8 +78,8 @@ def find_prefixes(
     """
     num_rows, columns = page_table.shape
     lengths = levels(columns, page_size, block_kv)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    shared_at_most = jnp.where(sharing, (kv_lens - 1) // page_size, 0)
+    rows = arange(num_rows)
+    shared_at_most = jnp.where(sharing, div(kv_lens - 1, page_size), 0)
 
     # How many levels two rows have in common: elementwise, so that the sums below need no array of S x S.
     common, equal = jnp.zeros((num_rows, num_rows), jnp.int32), jnp.ones((num_rows, num_rows), bool)
@@ -86,7 +88,7 @@ def find_prefixes(
         equal &= (key[:, None] == key[None, :]) & (key[:, None] != 0)
         common += equal.astype(jnp.int32)
 
-    nth = jnp.arange(len(lengths), dtype=jnp.int32)
+    nth = arange(len(lengths))
     count = jnp.sum(common[None] > nth[:, None, None], axis=2, dtype=jnp.int32)
     # Of a row's n pages, n / count are left to read if they are read once for `count` rows. (Not an argmax, which would
     # be one more program.)
@@ -99,10 +101,10 @@ def find_prefixes(
     together = (common > level[:, None]) & (level[:, None] == level[None, :])
     leader = jnp.min(jnp.where(together, rows[None, :], rows[:, None]), axis=1)
 
-    nth_column = jnp.arange(columns, dtype=jnp.int32)[None, :]
-    differ = page_table != page_table[leader]
+    nth_column = arange(columns)[None, :]
+    differ = page_table != take(page_table, leader)
     matching = jnp.minimum(jnp.min(jnp.where(differ, nth_column, columns), axis=1), shared_at_most)
-    leader = jnp.where(matching >= pages[level], leader, rows)
+    leader = jnp.where(matching >= take(pages, level), leader, rows)
 
     same = leader[:, None] == leader[None, :]
     size = jnp.sum(same, axis=1, dtype=jnp.int32)
@@ -113,7 +115,7 @@ def find_prefixes(
         leader=leader,
         rank=rank,
         size=jnp.where(alone, 0, size),
-        blocks=jnp.where(alone, 0, prefix * page_size // block_kv),
+        blocks=jnp.where(alone, 0, div(prefix * page_size, block_kv)),
     )
 
 
@@ -124,8 +126,8 @@ def pays(prefixes: SharedPrefixes, members: int, num_kv_heads: int, num_workers:
       members: rows that a tile of the shared prefix holds; a block is read once for so many.
       num_workers: of the launch.
     """
-    rows = jnp.arange(prefixes.leader.shape[0], dtype=jnp.int32)
-    unread = (prefixes.size - -(-prefixes.size // members)) * prefixes.blocks
+    rows = arange(prefixes.leader.shape[0])
+    unread = (prefixes.size - ceil_div(prefixes.size, members)) * prefixes.blocks
     shares = (prefixes.size > 1) & (unread >= JOIN_BLOCKS * prefixes.size)
     of_step = jnp.sum(jnp.where(shares & (prefixes.leader == rows), unread, 0), dtype=jnp.int32) * num_kv_heads
     return shares & (of_step >= STEP_BLOCKS * num_workers)
@@ -170,24 +172,24 @@ def num_tiles(num_rows: int) -> int:
 def share_prefixes(prefixes: SharedPrefixes, members: int, num_kv_heads: int, num_workers: int) -> Sharing:
     """Makes tiles of the groups for which it pays; arguments as for `pays`."""
     num_rows = prefixes.leader.shape[0]
-    rows, tiles = jnp.arange(num_rows, dtype=jnp.int32), jnp.arange(num_tiles(num_rows), dtype=jnp.int32)
+    rows, tiles = arange(num_rows), arange(num_tiles(num_rows))
     shares = pays(prefixes, members, num_kv_heads, num_workers)
     size = jnp.where(shares & (prefixes.leader == rows), prefixes.size, 0)
-    row_tiles = -(-size // members)
+    row_tiles = ceil_div(size, members)
     ends, member_ends = jnp.cumsum(row_tiles, dtype=jnp.int32), jnp.cumsum(size, dtype=jnp.int32)
-    member = jnp.where(shares, (member_ends - size)[prefixes.leader] + prefixes.rank, num_rows)
+    member = jnp.where(shares, take(member_ends - size, prefixes.leader) + prefixes.rank, num_rows)
     leader = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
-    before = (tiles - (ends - row_tiles)[leader]) * members
+    before = (tiles - take(ends - row_tiles, leader)) * members
     live = tiles < ends[-1]
     return Sharing(
         num_tiles=ends[-1],
         tile_leader=leader,
-        tile_first=jnp.where(live, (member_ends - size)[leader] + before, 0),
-        tile_members=jnp.where(live, jnp.minimum(size[leader] - before, members), 0),
-        tile_blocks=jnp.where(live, prefixes.blocks[leader], 0),
+        tile_first=jnp.where(live, take(member_ends - size, leader) + before, 0),
+        tile_members=jnp.where(live, jnp.minimum(take(size, leader) - before, members), 0),
+        tile_blocks=jnp.where(live, take(prefixes.blocks, leader), 0),
         shares=shares,
         blocks=jnp.where(shares, prefixes.blocks, 0),
-        tile=(ends - row_tiles)[prefixes.leader] + prefixes.rank // members,
-        place=prefixes.rank % members,
+        tile=take(ends - row_tiles, prefixes.leader) + div(prefixes.rank, members),
+        place=rem(prefixes.rank, members),
         row=jnp.sum(jnp.where(member[None, :] == rows[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32),
     )

@@ -3,7 +3,7 @@
     S^T [64 keys, N] = K [64, D] Q^T [D, N]         O^T [D, N] += V^T [D, 64 keys] P^T [64 keys, N]
 
 As `narrow_gpu`, but K and V go through registers, where they become float16 (`convert_gpu`), so a tile in shared memory
-is free as soon as it is loaded. N is up to 64, so that the kind also serves many query rows.
+is free as soon as V is loaded. N is up to 64, so that the kind also serves many query rows.
 
 A key's scale multiplies its scores. A value's scale would multiply its weight; weights of float16 do not have the
 range for it, so it goes into the exponent instead: the running maximum is that of score + log2(scale), and the sum of
@@ -47,7 +47,7 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         convert.put_queries(q, q_smem, n=n, head_dim=head_dim, dtype=dtype, transforms=transforms)
 
     def scores(s_ref, stage):
-        k = convert.load_keys(tiles.k.at[me, stage], head_dim=head_dim, dtype=dtype)
+        k = convert.load_keys(tiles.kv.at[me, stage], head_dim=head_dim, dtype=dtype)
         scales = convert.load_scales(scales_smem.at[me, stage], box=call.box, page_size=call.page_size)
         plgpu.wgmma(s_ref, k, q_smem.T)
         return scales
@@ -64,11 +64,11 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
 
         @pl.when(unseen)
         def _():
-            convert.zero_keys(tiles.v.at[me, stage], first, end, head_dim=head_dim)
+            convert.zero_values(tiles.kv.at[me, stage], first, end, head_dim=head_dim)
             plgpu.commit_smem()
 
     def load_values(stage):
-        return convert.load_values(tiles.v.at[me, stage], head_dim=head_dim, dtype=dtype)
+        return convert.load_values(tiles.kv.at[me, stage], head_dim=head_dim, dtype=dtype)
 
     def softmax(s, acc, top, total, scales):
         over = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731

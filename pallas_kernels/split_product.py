@@ -1,16 +1,20 @@
-"""Products of few rows in parts: the contraction is cut, and what reads the product adds the parts up.
+"""Products between kernels of ours: cut along the contraction, or with what follows them on registers.
 
 A step's products have few rows, so a matrix of 4096 columns makes 32 tiles of 128, for 132 multiprocessors. XLA on GPUs
 cuts the contraction of such a product and adds a kernel that sums the parts, unless it can fuse the sum into what reads
-them, and it cannot into a kernel of ours. Said in the program, the parts go to that kernel as they are.
+them, and it cannot into a kernel of ours. So the parts go to that kernel as they are. On Hopper products of 8 to 128
+rows have a kernel of their own (`product_gpu`); others are XLA's, with the cut said in the program.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from .compat import current_gpu
+from .compat import current_gpu, jax_version
 from .dispatch import current_platform
+from .product_plan_gpu import ProductBlocks, Result, product_blocks
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 128
 _MIN_INPUTS = 768  # of a part: shorter ones do not pay for their sum
@@ -18,7 +22,7 @@ _MAX_PARTS = 8
 
 
 def num_parts(tokens: int, inputs: int, outputs: int, multiprocessors: int) -> int:
-    """The power of two that makes about a tile for each multiprocessor; 1 for what fills them whole.
+    """The power of two that makes about a tile of XLA's for each multiprocessor; 1 for what fills them whole.
 
     A token alone is not cut: XLA makes no matrix product of a batch of vectors times matrices, but sums that take twice
     the time.
@@ -37,26 +41,65 @@ def num_parts(tokens: int, inputs: int, outputs: int, multiprocessors: int) -> i
     return parts
 
 
-def best_parts(tokens: int, kernel: jax.ShapeDtypeStruct | Array) -> int:
-    """How many parts a product with a kernel [K, F] is best cut into, where a kernel of ours adds them up.
+def _own_blocks(x: Array, kernel: Array, result: Result) -> ProductBlocks | None:
+    """How our kernel multiplies them; `None` where it does not."""
+    gpu = current_gpu() if current_platform() == "gpu" else None
+    if gpu is None or not gpu.is_hopper or jax_version() < (0, 11):
+        return None
+    if x.dtype != kernel.dtype or x.dtype.itemsize != 2:
+        return None
+    inputs, outputs = kernel.shape
+    return product_blocks(math.prod(x.shape[:-1]), inputs, outputs, result, gpu.multiprocessors)
+
+
+def split_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F"]) -> Float[Array, "..."]:
+    """x @ kernel [*B, F], or f32 parts of it [P, *B, F], whose sum it is: for a kernel that adds them up.
+
+    On anything but a GPU it is the product.
 
     Example:
-      >>> best_parts(1, jnp.zeros((4096, 4096)))  # on a CPU nothing is cut
-      1
+      >>> split_product(jnp.array([[1.0, 2.0]]), jnp.ones((2, 1))).tolist()
+      [[3.0]]
     """
     if current_platform() != "gpu" or (gpu := current_gpu()) is None:
-        return 1
-    inputs, outputs = kernel.shape
-    return num_parts(tokens, inputs, outputs, gpu.multiprocessors)
+        return x @ kernel
+    blocks = _own_blocks(x, kernel, "parts")
+    if blocks is None:
+        inputs, outputs = kernel.shape
+        return cut_product(x, kernel, num_parts(math.prod(x.shape[:-1]), inputs, outputs, gpu.multiprocessors))
+    from .product_gpu import product_gpu  # needs jax 0.11
+
+    result: Result = "parts" if blocks.parts > 1 else "product"
+    product = product_gpu(x.reshape(-1, x.shape[-1]), kernel, result=result, blocks=blocks)
+    return product.reshape(*product.shape[:-2], *x.shape[:-1], kernel.shape[1])
 
 
-def split_product(
+def gated_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F2"]) -> Float[Array, "*B F"]:
+    """silu(x @ gate) * (x @ up), for a kernel that holds gate's columns and then up's.
+
+    Where a kernel of ours computes it, both factors are in f32 and their product is rounded once. It has no derivative.
+
+    Example:
+      >>> round(float(gated_product(jnp.ones((1, 1)), jnp.array([[1.0, 2.0]]))[0, 0]), 4)
+      1.4621
+    """
+    blocks = _own_blocks(x, kernel, "silu")
+    if blocks is None:
+        gate, up = jnp.split(x @ kernel, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+    from .product_gpu import product_gpu  # needs jax 0.11
+
+    product = product_gpu(x.reshape(-1, x.shape[-1]), kernel, result="silu", blocks=blocks)
+    return product.reshape(*x.shape[:-1], kernel.shape[1] // 2)
+
+
+def cut_product(
     x: Float[Array, "*B K"], kernel: Float[Array, "K F"], parts: int
 ) -> Float[Array, "*B F"] | Float32[Array, "P *B F"]:
     """x @ kernel, or with `parts` > 1 as many f32 parts of it, whose sum it is.
 
     Example:
-      >>> split_product(jnp.array([[1.0, 2.0, 3.0, 4.0]]), jnp.ones((4, 1)), 2).tolist()
+      >>> cut_product(jnp.array([[1.0, 2.0, 3.0, 4.0]]), jnp.ones((4, 1)), 2).tolist()
       [[[3.0]], [[7.0]]]
     """
     if parts == 1:

@@ -17,7 +17,7 @@ from .compat import current_gpu
 FOLDER = Path(__file__).parent / "tuned"
 # What a table may set, by kernel, and to what.
 FIELDS = {
-    "decode": {"consumers": range(1, 5), "stages": range(1, 9), "full_share": range(1, 1025)},
+    "decode": {"consumers": range(1, 5), "stages": range(2, 9), "full_share": range(1, 1025)},
     "prefill": {
         "block_kv": range(64, 129, 64),
         "stages": range(1, 5),

@@ -38,7 +38,7 @@ def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         q_smem[me] = q
 
     def scores(s_ref, stage):
-        plgpu.wgmma(s_ref, q_smem.at[me], tiles.k.at[me, stage].T)
+        plgpu.wgmma(s_ref, q_smem.at[me], call.keys(tiles, stage).T)
 
     def softmax(s, acc, top, total, _):
         new_top = jnp.maximum(top, s.max(axis=1))
@@ -48,7 +48,7 @@ def wide_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         return acc * lax.broadcast_in_dim(decay, acc.shape, [0]), new_top, total, p.astype(call.dtype)
 
     def values(acc_ref, weights, stage):
-        plgpu.wgmma(acc_ref, weights, tiles.v.at[me, stage])
+        plgpu.wgmma(acc_ref, weights, call.values(tiles, stage))
 
     def finish(piece, acc, top, total):
         live_rows = piece.num_tokens * group

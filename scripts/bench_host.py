@@ -40,7 +40,7 @@ from jpaged.prefix_cache import CacheKey, token_bytes
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
-from jpaged.step import DispatchedStep, StepOutputs
+from jpaged.step_outputs import DispatchedStep, StepOutputs
 from jpaged.tokenizer import Tokenizer
 from scripts.report import print_json, print_table
 

@@ -161,14 +161,19 @@ def prepare_cell(
     records = jax.jit(lambda planned: attention.make_records(shape, spec, planned, None))(planned)
     options = AttentionOptions(scale=spec.head_dim**-0.5, sliding_window=None, soft_cap=None)
 
-    def kernels(queries, kv_pages, tables, planned, records):
-        for page_table in tables:
-            # The kernel reads the plan's table. Were it the same for all calls, XLA would leave all but one out.
-            step = dataclasses.replace(planned, work=dataclasses.replace(planned.work, page_table=page_table))
-            queries, _ = attention.attend_listed(queries, kv_pages, step, records, None, None, options, with_lse=False)
+    def with_table(planned, page_table):
+        """The kernel reads the plan's table. Were it the same for all calls, XLA would leave all but one out."""
+        return dataclasses.replace(planned, work=dataclasses.replace(planned.work, page_table=page_table))
+
+    first_pages = [attention.find_first_pages(records, spec, with_table(planned, table)) for table in tables]
+
+    def kernels(queries, kv_pages, tables, planned, records, first_pages):
+        for page_table, pages in zip(tables, first_pages, strict=True):
+            listed = queries, kv_pages, with_table(planned, page_table), records, None, None, options, False
+            queries, _ = attention.attend_listed(*listed, first_pages=pages)
         return queries
 
-    def xla(queries, kv_pages, tables, planned, _):
+    def xla(queries, kv_pages, tables, planned, *_):
         kv_pages = dataclasses.replace(kv_pages, spec=dataclasses.replace(spec, implementation="xla"))
         for page_table in tables:
             meta = dataclasses.replace(planned, page_table=page_table)
@@ -176,7 +181,7 @@ def prepare_cell(
         return queries
 
     step = jax.jit(xla if by == "xla" else kernels, donate_argnums=0)
-    arguments = kv_pages, tables, planned, records
+    arguments = kv_pages, tables, planned, records, first_pages
     queries = jax.block_until_ready(step(queries, *arguments))
     return lambda: median_us(step, queries, arguments, calls, replays)
 

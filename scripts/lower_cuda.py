@@ -1,10 +1,11 @@
-"""Lowers paged attention, the KV write and the residual norm for CUDA, on a machine without a GPU.
+"""Lowers paged attention, the KV write, the residual norm and a layer's rest for CUDA, on a machine without a GPU.
 
     python scripts/lower_cuda.py [--only NAME]
 
 Attention and writing are lowered for every shape of the shared lists, the residual sum with its norm for every hidden
-size of the known models. Shows what lowering alone can show: that each back end builds its program for a GPU, and how
-large it is. Prints a table and a last line of JSON; exits with 1 if a shape does not lower.
+size of the known models, and the kernel of what follows a layer's attention for two of them. Shows what lowering alone
+can show: that each back end builds its program for a GPU, and how large it is. Prints a table and a last line of JSON;
+exits with 1 if a shape does not lower.
 """
 
 import argparse
@@ -24,7 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.model_shapes import MODEL_SHAPES
-from jpaged.pallas_kernels import Rope, add_rms_norm, attend_and_write, attend_and_write_qkv
+from jpaged.pallas_kernels import (
+    LayerWeights,
+    Rope,
+    add_rms_norm,
+    after_attention,
+    attend_and_write,
+    attend_and_write_qkv,
+    layer_plan,
+)
 from jpaged.pallas_kernels.compat import jax_version
 from tests.arg_specs import ARG_SPECS, ArgSpec, make_inputs
 from tests.kernels.test_decode_gpu import GPU_SPECS, LOWERED, abstract_hopper
@@ -34,6 +43,7 @@ from tests.kernels.test_prefill_gpu import PREFILL_SPECS
 FUSED_LOWERED = ("smollm2_heads_decode", "head_dim_256", "int8")
 PREFILL_8_BIT = ("int8", "float8_everything", "int8_head_dim_64", "float8_head_dim_96", "int8_for_float16")
 PREFILL_16_BIT = ("everything", "head_dim_64", "head_dim_96", "head_dim_256", "group_of_64", "page_of_24")
+LAYERS_LOWERED = (("smollm2-135m", 1), ("smollm2-135m", 16), ("llama-3.1-8b", 1))
 PREFILL_LOWERED = (*PREFILL_16_BIT, *PREFILL_8_BIT)
 
 
@@ -74,6 +84,25 @@ def lower_norm(size: int, implementation: str) -> str:
     return "\n".join(texts)
 
 
+def lower_layer(name: str, tokens: int) -> str:
+    """What follows a layer's attention, and what follows the last one's."""
+    config, shape = MODEL_SHAPES[name], partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    attended = config.num_attention_heads * config.head_dim
+    projected = attended + 2 * config.num_key_value_heads * config.head_dim
+    scale, gate_up = shape((hidden,)), shape((hidden, 2 * intermediate))
+    kernels = shape((attended, hidden)), scale, gate_up, shape((intermediate, hidden))
+    texts = []
+    for following in ((scale, shape((hidden, projected))), (None, None)):
+        weights = LayerWeights(*kernels, *following)
+        with jax.sharding.use_abstract_mesh(abstract_hopper()):
+            plan = layer_plan(tokens, weights)
+        assert plan is not None
+        arguments = shape((tokens, hidden)), shape((tokens, attended)), weights, jax.ShapeDtypeStruct((1,), jnp.int32)
+        texts.append(lower(partial(after_attention, eps=1e-5, plan=plan), *arguments))
+    return "\n".join(texts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Lower every shape of the shared list for CUDA.")
     parser.add_argument("--only", help="lower the shapes whose name contains this")
@@ -94,6 +123,7 @@ def main() -> int:
         ]
         hidden = sorted({config.hidden_size for config in MODEL_SHAPES.values()})
         cases += [(f"add_rms_norm_{size}", partial(lower_norm, size, name), name) for size in hidden]
+        cases += [(f"layer_{model}_{n}", partial(lower_layer, model, n), name) for model, n in LAYERS_LOWERED]
     names = [name for name, *_ in cases]
     cases = [case for case in cases if only is None or only in case[0]]
     if not cases:

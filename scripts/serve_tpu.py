@@ -11,7 +11,7 @@ pages fit before it loads anything, then does what `jpaged serve` does. Several 
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,6 +22,7 @@ import typer
 from jpaged.accelerators import Topology, parse_topology
 from jpaged.cli import options
 from jpaged.cli import serve as serve_command
+from jpaged.cli.option_names import flags_of, with_flags
 from jpaged.cli.serve import ServerOptions
 from jpaged.config import EngineConfig, SchedulerConfig
 from jpaged.device_probe import probe_devices
@@ -108,8 +109,13 @@ class SizeOptions:
         ),
     ] = None
 
+    token_buckets: serve_command.TokenBuckets = None
+
     def wishes(self) -> Wishes:
-        return Wishes(**{field.name: getattr(self, field.name) for field in fields(Wishes)})
+        """Raises ConfigError if the buckets are no list of integers."""
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Wishes)}
+        given["token_buckets"] = serve_command.parsed_buckets(self.token_buckets)
+        return Wishes(**given)
 
 
 _PLAN_DEFAULTS: Final = PlanOptions()
@@ -134,7 +140,7 @@ def serve_tpu(
             help="Known name, folder, .gguf file or Hugging Face id; with --dry-run also llama-3.1-70b and the like.",
         ),
     ] = options.DEFAULT_MODEL,
-    names: Annotated[
+    models: Annotated[
         list[str] | None,
         typer.Option("--served-model-name", help="Name in requests; may be repeated.", show_default="MODEL"),
     ] = None,
@@ -149,7 +155,7 @@ def serve_tpu(
     warmup: Annotated[
         str, typer.Option(help="eager compiles all steps at the start, lazy when they come.", rich_help_panel=_ENGINE)
     ] = "eager",
-    token_buckets: serve_command.TokenBuckets = None,
+    speculative_tokens: options.SpeculativeTokens = 0,
     load_format: serve_command.LoadFormat = "auto",
     engine_process: Annotated[
         bool,
@@ -169,23 +175,24 @@ def serve_tpu(
         if plan.dry_run:
             _dry_run(model, plan, sizes.wishes())
             return
-        serve_command.require_extra()
-        served = server.config(names or [model])
+        served = server.config(models or [model])
         others = EngineChoices(
             prefix_cache=prefix_cache,
             host_pages=host_pages,
             policy=policy,
             warmup=warmup,
-            token_buckets=token_buckets,
+            speculative_tokens=speculative_tokens,
             load_format=load_format,
         )
-        recipe = make_recipe(model, plan, sizes, others, progress=progress)
-        serve_command.start(served, recipe, load_format=load_format, own_process=engine_process)
+        with serve_command.listener_of(served) as listener:
+            recipe = make_recipe(model, plan, sizes, others, progress=progress)
+            serve_command.start(served, recipe, listener, load_format=load_format, own_process=engine_process)
     except KeyboardInterrupt:
         print("serve_tpu: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     except (JpagedError, NotImplementedError) as error:
-        print(f"serve_tpu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        flags = flags_of(typer.main.get_command(app).params)
+        print(f"serve_tpu: error: {with_flags(' '.join(str(error).split()), flags)}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
 
 
@@ -197,7 +204,7 @@ class EngineChoices:
     host_pages: int = 0
     policy: str = "fcfs"
     warmup: str = "eager"
-    token_buckets: str | None = None
+    speculative_tokens: int = 0
     load_format: str = "auto"
 
 
@@ -211,6 +218,7 @@ def make_recipe(
       FetchError: there is no such model.
     """
     _refuse_what_only_plans(plan)
+    speculation = options.speculation_of(others.speculative_tokens)
     EngineConfig(scheduler=SchedulerConfig(policy=others.policy), warmup=others.warmup)  # type: ignore[arg-type]  # refuses words
     path = serve_command.find_model(model, others.load_format, progress)
     decided, settings = _decide(model, path, plan, sizes.wishes())
@@ -224,8 +232,8 @@ def make_recipe(
         prefix_cache=others.prefix_cache,
         host_pages=others.host_pages,
     )
-    config = serve_command.with_token_buckets(config, others.token_buckets)
-    _say(plan_text(decided, settings))
+    config = replace(config, speculation=speculation)
+    serve_command.say(plan_text(decided, settings))
     loading = {"dtype": decided.dtype, "weights": decided.weights, "progress": progress}
     return {"model": path, "config": config, **loading}
 
@@ -262,7 +270,7 @@ def _decide(model: str, path: str, asked: PlanOptions, wishes: Wishes) -> tuple[
     plan = plan_serving(model, config_of(path), topology, wishes, degree=1)
     settings = launch_settings(topology.accelerator.platform, os.environ, chip=_chip(topology, asked.chip))
     if plan.chosen.objection is not None:
-        _say(plan_text(plan))
+        serve_command.say(plan_text(plan))
         raise ConfigError(refusal(plan, wishes))
     return plan, settings
 
@@ -274,10 +282,6 @@ def _chip(topology: Topology, asked: int | None) -> int | None:
 def _num_pages(plan: ServingPlan, sizes: SizeOptions) -> int | None:
     """On a device, `None` fills what it says is free. Others take of host memory too: there the plan is kept."""
     return plan.chosen.num_pages if plan.topology.accelerator.platform == "cpu" else sizes.num_pages
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ really finds in the pages of a row, read through the row's page list, on their n
 So a wrong page shows as a wrong token.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.config import SchedulerConfig
@@ -17,6 +19,8 @@ from jpaged.memory_manager import MemoryManager
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.speculation import may_guess
+from jpaged.step_costs import StepCosts
 from jpaged.step_plan import PlannedRow, StepPlan
 
 VOCAB = 12
@@ -45,6 +49,8 @@ def make_scheduler(
     prefix_cache: bool = True,
     host_pages: int = 0,
     sliding_window: int | None = None,
+    guesses: int = 0,
+    token_buckets: AbstractSequence[int] = (),
     **config,
 ) -> Scheduler:
     memory = MemoryManager.for_pool(
@@ -52,7 +58,60 @@ def make_scheduler(
     )
     config = {"headroom_pages": 0, **config}  # else hardly anybody is admitted to such small pools
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
-    return Scheduler(settings, memory, max_model_len=max_model_len, eos_token_ids=[EOS])
+    speculation: Any = Oracle(guesses, sliding_window) if guesses else None
+    return Scheduler(
+        settings,
+        memory,
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        token_buckets=token_buckets,
+        speculation=speculation,
+    )
+
+
+class Oracle:
+    """In the place of `Speculation`: knows what comes next, and spoils some of it.
+
+    Args:
+      most: guesses of a row in a step.
+      window: of the model.
+    """
+
+    max_rows = 6
+    costs = StepCosts([1], token=0.0, wait=0.0)
+
+    def __init__(self, most: int, window: int | None) -> None:
+        self._most = most
+        self._window = window
+
+    def rests(self) -> bool:
+        return False
+
+    def follow(self, seqs: AbstractSequence[Sequence]) -> list[int]:
+        places = [place for place, seq in enumerate(seqs) if seq.limit and may_guess(seq)]
+        for place in places:
+            if seqs[place].guesser is None:
+                seqs[place].guesser = OracleGuesser(seqs[place], self._window)  # type: ignore[assignment]
+        return places
+
+    def counts(self, seqs: AbstractSequence[Sequence], num_rows: int, *, ahead: bool = False) -> list[int]:
+        """Between none and `most` each, and no token beyond the last one that it may have."""
+        wanted = [(3 * len(seq.tokens) + seq.index + num_rows) % (self._most + 2) for seq in seqs]
+        left = [seq.limit - len(seq.tokens) - 1 for seq in seqs]
+        counts = [min(want, self._most, most) for want, most in zip(wanted, left, strict=True)]
+        return counts if any(count > 0 for count in counts) else []
+
+
+class OracleGuesser:
+    """What a sequence answers, with every fifth token changed."""
+
+    def __init__(self, seq: Sequence, window: int | None) -> None:
+        answer = undisturbed(seq.request, seq.index, seq.group.limit, window).output
+        self._tokens = [*seq.request.prompt_token_ids, *answer]
+
+    def guess(self, tokens: AbstractSequence[int], count: int) -> list[int]:
+        following = (self._tokens[len(tokens) :] + [1] * count)[:count]
+        return [(t + ((len(tokens) + i) % 5 == 0)) % VOCAB for i, t in enumerate(following)]
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -150,7 +209,7 @@ def undisturbed_beams(
 class Results:
     """Of a step: what crosses to the host."""
 
-    tokens: list[int]
+    tokens: list[int]  # of all rows, then of all guesses
     values: list[int]  # what each row's distribution was made of
 
     def candidates(self, row: int) -> list[tuple[int, float]]:
@@ -172,25 +231,36 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> Results:
         self.move(plan)
         rows, written = list(plan.rows), set()
-        for row, from_device in zip(rows, plan.from_device.tolist(), strict=True):
-            self.check_last_token(row, from_device)
+        guesses = guesses_of(plan)
+        for row, from_device, guessed in zip(rows, plan.from_device.tolist(), guesses, strict=True):
+            self.check_last_token(row, from_device, len(guessed))
             for position in range(row.start, row.kv_len):
                 slot = self.slot(row.seq, position)
                 assert slot[0] != 0, "a token is written to the null page"
                 assert slot not in written, "two rows of one step write to one slot"
                 written.add(slot)
-                self.pool[slot] = KV(self.token_at(row.seq, position), position, self.version)
+                later = position - (row.kv_len - len(guessed))
+                token = guessed[later] if later >= 0 else self.token_at(row.seq, position)
+                self.pool[slot] = KV(token, position, self.version)
         self.num_computed += len(written)
-        tokens, values = [], []
+        tokens, values, last = [], [], {}
         for row in rows:
-            values.append(self.value_of(row, rows[row.source]) if row.samples else 0)
-            failed = fails(rows[row.source].kv_len, row.seq.seed)
-            tokens.append(NOT_SAMPLED if not row.samples else -1 if failed else values[-1] % VOCAB)
-        for row, token in zip(rows, tokens, strict=True):
-            if row.samples:  # after all rows have read
-                assert row.seq.state_index is not None
-                self.last_token[row.seq.state_index] = token
+            source = rows[row.source]
+            kv_len = source.kv_len - len(guesses[row.source])
+            values.append(self.value_of(row, source.seq, kv_len) if row.samples else 0)
+            tokens.append(self.sampled(row, values[-1], kv_len) if row.samples else NOT_SAMPLED)
+            if row.samples:
+                last[row.seq.state_index] = tokens[-1]
+        for row, guessed in zip(rows, guesses, strict=True):
+            for kv_len in range(row.kv_len - len(guessed) + 1, row.kv_len + 1):
+                tokens.append(self.sampled(row, self.value_of(row, row.seq, kv_len), kv_len))
+                last[row.seq.state_index] = NOT_SAMPLED  # nobody knows which of them was the last to be written
+        self.last_token |= last  # after all rows have read
         return Results(tokens, values)
+
+    @staticmethod
+    def sampled(row: PlannedRow, value: int, kv_len: int) -> int:
+        return -1 if fails(kv_len, row.seq.seed) else value % VOCAB
 
     def move(self, plan: StepPlan) -> None:
         """Within each field all pages are read before any is written."""
@@ -224,9 +294,10 @@ class FakeDevice:
         assert seq.state_index is not None
         return self.last_token[seq.state_index]
 
-    def check_last_token(self, row: PlannedRow, from_device: bool) -> None:
-        """A row's last token is what the device sampled last for the sequence, or the host knows it."""
-        seq, last = row.seq, row.kv_len - 1
+    def check_last_token(self, row: PlannedRow, from_device: bool, num_guesses: int) -> None:
+        """A row's last token is what the device sampled last for the sequence, or the host knows it, or guesses it."""
+        seq, last = row.seq, row.kv_len - 1 - num_guesses
+        assert not (from_device and num_guesses)
         if from_device:
             assert row.num_tokens > 0
             assert seq.state_index is not None
@@ -234,10 +305,18 @@ class FakeDevice:
         else:
             assert last < len(seq.tokens)
 
-    def value_of(self, row: PlannedRow, source: PlannedRow) -> int:
-        first = 0 if self.window is None else max(source.kv_len - self.window, 0)
-        seen = (self.pool.get(self.slot(source.seq, position)) for position in range(first, source.kv_len))
-        return digest(seen, source.kv_len, row.seq.seed)
+    def value_of(self, row: PlannedRow, source: Sequence, kv_len: int) -> int:
+        first = 0 if self.window is None else max(kv_len - self.window, 0)
+        seen = (self.pool.get(self.slot(source, position)) for position in range(first, kv_len))
+        return digest(seen, kv_len, row.seq.seed)
+
+
+def guesses_of(plan: StepPlan) -> list[list[int]]:
+    """Of each row."""
+    if plan.drafts is None:
+        return [[] for _ in plan.seqs]
+    tokens, counts = iter(plan.drafts.tokens.tolist()), plan.drafts.counts.tolist()
+    return [[next(tokens) for _ in range(count)] for count in counts]
 
 
 class Driver:
@@ -261,9 +340,18 @@ class Driver:
                 self.in_flight.append((plan, results))
         return plan
 
-    def collect(self) -> list[int | None]:
+    def collect(self) -> list[list[int]]:
         plan, results = self.in_flight.popleft()
-        return self.scheduler.update(plan, results.tokens, results.candidates).tokens
+        tokens = plan.new_tokens(np.array(results.tokens))
+        return self.scheduler.update(plan, tokens, results.candidates).tokens
+
+    def pending(self) -> Counter[Sequence]:
+        """Tokens that steps in flight may have sampled of each sequence."""
+        pending: Counter[Sequence] = Counter()
+        for plan, _ in self.in_flight:
+            for seq, samples, guesses in zip(plan.seqs, plan.samples, guesses_of(plan), strict=True):
+                pending[seq] += int(samples) + len(guesses)
+        return pending
 
     def step(self, depth: int = 0) -> StepPlan | None:
         """One plan; results are read once more than `depth` steps are in flight."""

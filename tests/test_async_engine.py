@@ -156,6 +156,9 @@ def test_aborted_requests_end_with_what_they_have():
             assert output.token_ids[:1] in ((), (2,))
             assert (await other).finish_reason == "length"
             stream = await client.stream([1], LONG)
+            for wrong in ("b", [["b"]], [None]):
+                with pytest.raises(RequestError, match="request_ids"):
+                    await client.abort(wrong)
             assert await client.abort() == 1
             assert (await read(stream))[-1].finish_reason == "abort"
             assert await client.abort() == 0

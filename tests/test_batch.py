@@ -1,15 +1,19 @@
 """A packed plan, unpacked on the device, says the same as the plan."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.batch import MAX_IN_FLIGHT, BatchPacker, num_logprobs, packed_size, unpack
 from jpaged.config import SchedulerConfig, StepShape
+from jpaged.drafts import Drafts
 from jpaged.memory_manager import MemoryManager
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.step_plan import PlannedRow, StepPlan
 
 PAGE, SEQS = 8, 4
 SHAPES = (StepShape(4, 4, 2), StepShape(4, 4, 6), StepShape(32, 4, 6))
@@ -212,3 +216,43 @@ def test_as_many_log_probabilities_as_somebody_reads(params, expected):
     assert num_logprobs(seq) == expected
     packed, shape = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(scheduler.plan())
     assert int(unpack(jnp.asarray(packed), shape).sampling.num_logprobs[0]) == expected
+
+
+def test_guesses_are_tokens_of_their_row_and_rows_of_the_sampler():
+    scheduler = make_scheduler()
+    a = add(scheduler, "a", [3, 4, 5], min_tokens=3, temperature=0.5)
+    b = add(scheduler, "b", list(range(10, 17)))
+    first = scheduler.plan()
+    assert first is not None
+    scheduler.update(first, [6, 7])
+    a.num_computed_tokens += 3  # as if it computed its last token and two guesses
+    b.num_computed_tokens += 1
+    rows = [PlannedRow(b, 7, 1, True, 0), PlannedRow(a, 3, 3, True, 1)]
+    plan = replace(StepPlan.of_rows(rows), drafts=Drafts(np.array([0, 2]), np.array([40, 41])))
+    plan = replace(plan, from_device=np.array([True, False]))
+    packed, shape = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(plan)
+    assert shape == SHAPES[0]
+    inputs = unpack(jnp.asarray(packed), shape)
+    assert inputs.tokens.tolist() == [-1 - int(plan.entries[0]), 6, 40, 41]
+    assert inputs.meta.positions.tolist() == [7, 3, 4, 5]
+    assert (inputs.meta.cu_q_lens.tolist(), inputs.meta.kv_lens.tolist()) == ([0, 1, 4, 4, 4], [8, 6, 0, 0])
+    assert (int(inputs.meta.num_seqs), int(inputs.meta.num_decode)) == (2, 1)
+    assert not np.asarray(inputs.meta.page_table)[2:].any()
+    sampling = inputs.sampling
+    assert inputs.source.tolist() == [0, 1, 2, 3]
+    assert sampling.position.tolist() == [8, 4, 5, 6]
+    assert sampling.samples.tolist() == [True] * 4
+    assert sampling.state_index.tolist() == [b.state_index, *[a.state_index] * 3]
+    assert sampling.bans_stops.tolist() == [False, True, True, False]
+    assert sampling.temperature.tolist() == [0.0, 0.5, 0.5, 0.5]
+
+
+def test_samples_beyond_the_rows_of_every_shape_fit_none():
+    scheduler = make_scheduler()
+    a = add(scheduler, "a", [3, 4, 5])
+    plan = scheduler.plan()
+    assert plan is not None
+    plan = replace(plan, drafts=Drafts(np.array([SEQS]), np.arange(SEQS)))
+    with pytest.raises(RuntimeError, match="a plan of 3 tokens, 5 rows and 1 pages a row fits no step shape"):
+        BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(plan)
+    assert a.pages

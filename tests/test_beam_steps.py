@@ -72,4 +72,4 @@ def test_a_step_of_beams_needs_their_candidates():
     scheduler.add(make_group("a", 3, n=2, **BEAMS))
     plan = scheduler.plan()
     assert plan is not None
-    assert scheduler.update(plan, [1], lambda row: likeliest(row, 8)) == ([None], [0], set())
+    assert scheduler.update(plan, [1], lambda row: likeliest(row, 8)) == ([[]], [0], set())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.accelerators import ACCELERATORS
 from jpaged.errors import ConfigError
 from scripts import bench_engine
 from scripts.engine import bench, breakdown, figures, measures, setup, start, tables, workloads
@@ -81,13 +82,11 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
 def test_the_engine_fits_every_workload() -> None:
     loads = [workloads.make_load(name) for name in ("uniform", "prefill", "alone")]
     needs = Needs.of(loads, [(16, 4096)], steps=128, together=(300, 64))
-    assert needs == Needs(rows=300, longest=4096 + 129, cells=(16,))
-    config = setup.make_config(needs, platform="gpu")
-    assert config.token_buckets == (1, 8, 16, 32, 64, 128, 192, 256, 300, 512, 1024, 2048)
-    assert (config.scheduler.max_num_batched_tokens, config.recompile) == (2048, "error")
-    assert setup.make_config(needs, platform="cpu").token_buckets is None
+    assert needs == Needs(rows=300, longest=4096 + 129)
+    config = setup.make_config(needs, accelerator=ACCELERATORS["h200"])
+    assert (config.scheduler.max_num_batched_tokens, config.token_buckets, config.recompile) == (2048, None, "error")
     with pytest.raises(ConfigError, match="largest token bucket is 64, expected at least the budget, 512"):
-        setup.make_config(needs, platform="cpu", buckets=[64])
+        setup.make_config(needs, accelerator=ACCELERATORS["cpu"], buckets=[64])
 
 
 @pytest.mark.parametrize(
@@ -171,15 +170,13 @@ def test_kernels_are_told_by_name_and_by_scope(name: str, expected: str) -> None
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
-def test_a_start_is_timed_twice_and_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_start_is_timed_and_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "starts.py"
     script.write_text(
         "import sys, time; print('ready', time.time()) if '--until-ready' in sys.argv else sys.exit('no')"
     )
     monkeypatch.setattr(start, "_SCRIPT", script)
-    found = start.measure_start([], str(tmp_path), timeout_s=60)
-    assert 0 < found["cold_s"] < 60
-    assert 0 < found["warm_s"] < 60
+    assert 0 < start.measure_cold_start([], str(tmp_path), timeout_s=60) < 60
     yardstick = Yardstick.of("llama-3.1-8b", "NVIDIA H200", "bfloat16", 1.0)
     assert start.compare_start({"cold_s": 71.0, "warm_s": 12.5}, yardstick)["warm"] == {
         "vllm": 25.0,
@@ -189,7 +186,7 @@ def test_a_start_is_timed_twice_and_a_failure_is_told(tmp_path: Path, monkeypatc
     }
     script.write_text("import sys; sys.exit('it burns')")
     with pytest.raises(ConfigError, match=r"did not start:\n.*it burns"):
-        start.measure_start([], str(tmp_path), timeout_s=60)
+        start.measure_cold_start([], str(tmp_path), timeout_s=60)
 
 
 def test_what_is_to_be_reached_is_faster_than_vllm() -> None:
@@ -225,7 +222,8 @@ def test_a_run_measures_every_workload_and_compiles_nothing_more(
     started: bench.Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "so-far.json"
-    words = f"--workloads decode,prefill,shared-prefix,uniform,alone,together --profile 1@1024 --output {saved} "
+    words = f"--workloads start,decode,prefill,shared-prefix,uniform,alone,together --profile 1@1024 --output {saved} "
+    monkeypatch.setattr(bench_engine, "_start_cold", lambda args: 71.0)
     record = run_main(f"{words} --requests 2 --tokens 8 --alone 1", started, monkeypatch, capsys)
     assert json.loads(saved.read_text()) == record
     results = record["results"]
@@ -238,13 +236,15 @@ def test_a_run_measures_every_workload_and_compiles_nothing_more(
         assert "vllm" not in cell, "no peer runs a tiny model"
     assert results["uniform"]["output_tokens"] == sum(workloads.uniform().scaled(0.004).outputs)
     assert results["breakdown"][0]["step_ms"] > 0
+    assert results["start"]["cold_s"] == 71.0
+    assert results["start"]["warm_s"] > 0
     assert results["together"]["speedup"] > 0
 
     read = Record.from_line("tiny", json.dumps(record))
     for name, part in tables.PARTS.items():
         rows = part([read]).splitlines()
         assert len({row.count(" | ") for row in rows}) == 1, name
-        expects_none = name in ("engine-start", "engine-breakdown", "engine-kernels")  # no device is profiled on a CPU
+        expects_none = name in ("engine-breakdown", "engine-kernels")  # no device is profiled on a CPU
         assert ("not measured yet" in rows[-1]) == expects_none, name
 
 

@@ -15,7 +15,7 @@ from jpaged.memory_manager import MemoryManager
 from jpaged.request import Output, Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
-from jpaged.step import DispatchedStep, StepOutputs
+from jpaged.step_outputs import DispatchedStep, StepOutputs
 from jpaged.tokenizer import Tokenizer
 from tests.tiny_vocabs import byte_level_metadata
 

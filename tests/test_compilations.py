@@ -1,5 +1,6 @@
 """Programs that are compiled side by side: all of them, in the caller's contexts, and errors as they were raised."""
 
+import gc
 import threading
 
 import jax
@@ -35,6 +36,22 @@ def test_they_are_compiled_at_the_same_time_and_given_as_they_end():
     gates["c"].set()
     assert [one.key for one in done] == ["c"]
     assert sorted(begun) == ["a", "b", "c"]
+
+
+def test_garbage_is_not_collected_while_a_program_is_traced():
+    open_gate, collecting = threading.Event(), []
+    open_gate.set()
+
+    def lower(name: str) -> Lowered:
+        collecting.append(gc.isenabled())
+        if name == "b":
+            raise ValueError(name)
+        return Lowered(name, open_gate, [])
+
+    with pytest.raises(ValueError, match="b"):
+        list(compile_side_by_side("ab", lower, num_threads=1))
+    assert collecting == [False, False]
+    assert gc.isenabled()
 
 
 def test_an_error_comes_out_whole_and_the_rest_is_dropped():

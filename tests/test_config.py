@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, StepShape, default_token_buckets
+from jpaged.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    StepShape,
+    default_token_buckets,
+)
 from jpaged.errors import ConfigError
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -88,6 +95,14 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         (lambda: EngineConfig(seed=None), "seed is None"),
         (lambda: EngineConfig(implementation="cuda"), "implementation is 'cuda', expected one of xla, .*, or None"),
         (lambda: EngineConfig(implementation=""), "implementation is ''"),
+        (lambda: EngineConfig(speculation=5), "speculation is 5, expected a SpeculationConfig, or None"),
+        (lambda: SpeculationConfig(num_tokens=0), "num_tokens is 0, expected an integer of at least 1"),
+        (lambda: SpeculationConfig(num_tokens=True), "num_tokens is True"),
+        (lambda: SpeculationConfig(shortest_match=0), "shortest_match is 0"),
+        (lambda: SpeculationConfig(longest_match=1), "longest_match is 1, expected an integer of at least 2"),
+        (lambda: SpeculationConfig(max_rows=0), "max_rows is 0"),
+        (lambda: SpeculationConfig(token_cost=-0.1), r"token_cost is -0.1, expected a number in \[0, 100\], or None"),
+        (lambda: SpeculationConfig(wait_cost=float("nan")), "wait_cost is nan"),
     ],
 )
 def test_refuses(make, match):
@@ -125,6 +140,15 @@ def test_buckets_are_kept_as_given():
     assert shapes == ["T2 S2 P1", "T2 S2 P4", "T16 S4 P1", "T16 S4 P4"]
 
 
+def test_a_step_has_room_for_the_samples_of_one_row_that_guesses():
+    few = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32)
+    config = EngineConfig(scheduler=few, token_buckets=(1, 4, 32), speculation=SpeculationConfig(num_tokens=7))
+    assert [str(shape) for shape in config.step_shapes(64, 16)][:3] == ["T1 S1 P4", "T4 S4 P4", "T32 S8 P4"]
+    many = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=32)
+    config = dataclasses.replace(config, scheduler=many)
+    assert [shape.num_rows for shape in config.step_shapes(64, 16)][:3] == [1, 4, 16]
+
+
 def test_page_buckets_must_hold_the_longest_sequence():
     config = EngineConfig(scheduler=SMALL, page_buckets=[1, 4])
     assert config.step_shapes(64, page_size=16)[-1].pages_per_row == 4
@@ -135,12 +159,25 @@ def test_page_buckets_must_hold_the_longest_sequence():
 @settings(deadline=None, database=None, max_examples=50)
 @given(seqs=st.integers(1, 300), more=st.integers(0, 9000))
 def test_default_token_buckets_waste_at_most_three_quarters(seqs, more):
-    buckets = default_token_buckets(seqs, seqs + more)
-    assert list(buckets) == sorted(set(buckets))
-    assert buckets[0] == 1
-    assert buckets[-1] == seqs + more
-    assert seqs in buckets  # a step in which everybody decodes is not padded
-    assert all(large <= 4 * small for small, large in itertools.pairwise(buckets))
+    for platform, least in (("cpu", 1), ("tpu", min(seqs, 8)), ("gpu", 1)):
+        buckets = default_token_buckets(seqs, seqs + more, platform)
+        assert list(buckets) == sorted(set(buckets))
+        assert (buckets[0], buckets[-1]) == (least, seqs + more)
+        assert seqs in buckets  # a step in which everybody decodes is not padded
+        if platform == "gpu":  # small steps take as long as they take to read the weights
+            assert all(large <= 2 * max(small, 32) for small, large in itertools.pairwise(buckets))
+            decode = [size for size in buckets if 64 <= size <= seqs]
+            assert all(2 * large <= 3 * small for small, large in itertools.pairwise(decode) if small > 64)
+        else:
+            assert all(large <= 4 * small for small, large in itertools.pairwise(buckets))
+
+
+def test_steps_are_those_of_the_platform_unless_they_are_given():
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256))
+    shapes = [(shape.num_tokens, shape.num_rows) for shape in config.step_shapes(64, 16, "gpu")]
+    assert shapes == [(1, 1), (8, 8), (32, 32), (64, 64), (128, 64), (256, 64)]
+    given = dataclasses.replace(config, token_buckets=(256,))
+    assert [shape.num_tokens for shape in given.step_shapes(64, 16, "gpu")] == [256]
 
 
 @settings(deadline=None, database=None, max_examples=50)

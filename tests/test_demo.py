@@ -67,7 +67,7 @@ def test_the_default_model_answers_sensibly(
     smollm2_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["demo.py", "--json"])
-    monkeypatch.setattr(demo, "MAX_TOKENS", 24)
+    monkeypatch.setattr(demo, "MAX_TOKENS", 14)
     demo.main()
     shown = capsys.readouterr().out
     assert "A: The capital of France is Paris." in shown

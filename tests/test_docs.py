@@ -225,7 +225,8 @@ def example(document: Path, mark: str, containing: str) -> str:
     return source
 
 
-def test_the_readmes_example_runs(smollm2_path: Path) -> None:
+def test_the_readmes_example_runs(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jpaged.config.default_token_buckets", lambda *_: (32, 512))  # one step compiles, not four
     source = example(README, "run with the default model", "LLM(")
     assert len([line for line in source.splitlines() if line.strip()]) <= 10
     sharing = example(README, "run with the default model", "best_of")

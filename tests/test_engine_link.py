@@ -98,9 +98,19 @@ def test_a_late_client_makes_the_engine_wait_and_loses_nothing():
                 seen = sent
                 time.sleep(0.05)
             assert sent < 40
+            engine.greet()  # would never return if it waited
             await until(lambda: len(received) == 40)
             sender.join()
             assert [i for i, _ in received] == list(range(40))
+
+    run(main())
+
+
+def test_a_sign_of_life_is_an_empty_message():
+    async def main():
+        async with linked() as (_, engine, received, _):
+            engine.greet()
+            await until(lambda: received == [[]])
 
     run(main())
 

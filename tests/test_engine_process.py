@@ -83,7 +83,7 @@ def test_it_serves_without_jax_in_either_process():
 def test_an_engine_that_cannot_be_made_says_why():
     async def main():
         client = AsyncEngine(process(fails="start"))
-        with pytest.raises(EngineFailedError, match="no such model"):
+        with pytest.raises(RequestError, match="no such model"):  # as it was raised there
             await client.start()
         assert (client.state, client.failure) == ("dead", "no such model")
         await client.close()
@@ -176,6 +176,51 @@ def test_what_does_not_end_counts_as_a_crash(fails, ask, what):
                 await ask(client)
             await until(lambda: port.process_id not in (None, first) and client.alive)
             assert (await client.generate([3], FEW)).token_ids == (3, 4)
+
+    run(main())
+
+
+def test_an_engine_that_is_still_being_made_is_not_waited_for_at_the_end():
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "load"})
+        port = EngineProcess(recipe, stop_s=1e6)
+        client = AsyncEngine(port)
+        starting = asyncio.create_task(client.start())
+        await until(lambda: port.process_id is not None)
+        await client.close()
+        assert port.process_id is None
+        starting.cancel()
+
+    run(main())
+
+
+def test_a_process_that_is_stopped_counts_as_a_crash():
+    """Its own watchdog is stopped with it."""
+
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"step_s": 0.001})
+        port = EngineProcess(recipe, hang_s=0.4, silence_s=2.0, retry_s=0.01)
+        async with AsyncEngine(port) as client:
+            first = port.process_id
+            stream = await client.stream([1], LONG)
+            os.kill(first, signal.SIGSTOP)
+            with pytest.raises(EngineFailedError, match="gave no sign of life for 2 s"):
+                await read(stream)
+            await until(lambda: port.process_id not in (None, first) and client.alive)
+            assert is_gone(first)
+            assert (await client.generate([3], FEW)).token_ids == (3, 4)
+
+    run(main())
+
+
+def test_an_idle_process_gives_signs_of_life():
+    async def main():
+        recipe = EngineRecipe(maker="tests.fake_engine:make")
+        port = EngineProcess(recipe, hang_s=0.2, silence_s=1.0)
+        async with AsyncEngine(port) as client:
+            first = port.process_id
+            await asyncio.sleep(1.5)
+            assert (client.alive, port.process_id) == (True, first)
 
     run(main())
 

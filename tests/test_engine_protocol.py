@@ -183,6 +183,7 @@ class NoLogits:
         (NoLogits(), "is no PagedModel: it lacks logits"),
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "it lacks vocab_size, max_position, page_specs, logits"),
         ("smollm2", "'smollm2' is no PagedModel"),
+        (nnx.Linear, "the model is the class Linear, expected an object of it"),
     ],
 )
 def test_what_is_no_paged_model_is_refused(model, message):
@@ -279,10 +280,13 @@ def test_an_interrupt_between_donation_and_return_waits_for_the_step(engine, exp
         return result
 
     engine.add(PROMPTS[0], GREEDY)
+    waited_for = []
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", signalled)
+        patch.setattr(jax, "block_until_ready", waited_for.extend)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
+    assert len(waited_for) == 1  # else the next steps could be packed over what this one reads
     engine.add(PROMPTS[0], GREEDY)
     (output,) = serve(engine)
     assert list(output.token_ids) == expected[0]
@@ -296,6 +300,20 @@ def test_a_step_that_may_not_compile_stops_the_engine(model):
         engine.step()
     with pytest.raises(RuntimeError, match=r"RecompileError.*make a new Engine"):  # not an endless loop
         engine.step()
+
+
+def test_an_interrupt_while_the_prefix_cache_is_reset_comes_when_it_is(engine, monkeypatch):
+    reset, done = engine._scheduler.reset_prefix_cache, []
+
+    def signalled():
+        signal.raise_signal(signal.SIGINT)
+        reset()
+        done.append("whole")
+
+    monkeypatch.setattr(engine._scheduler, "reset_prefix_cache", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        engine.reset_prefix_cache()
+    assert done == ["whole"]
 
 
 def three_steps(engine):

@@ -43,7 +43,7 @@ def serve_mix(engine: Engine, *, more_prompts: tuple[list[int], ...] = ()) -> di
 
 
 def test_interpreted_kernels_say_what_xla_says():
-    model = tiny_llama(head_dim=64)
+    model = tiny_llama(head_dim=64, num_hidden_layers=1)  # the slow tests have two
     expected = serve_mix(make_engine(model, implementation="xla", **SMALL))
     with as_on_tpu("TPU v4"):  # the one whose kernels are the smallest programs
         engine = make_engine(model, **SMALL)

@@ -54,7 +54,7 @@ def model(smollm2_path):
 
 @pytest.fixture(scope="module")
 def llm(model, smollm2_path):
-    """All 24 requests at once: rows of 1 to 1,602 tokens, prompts cut into chunks."""
+    """Takes all 24 requests at once: rows of 1 to 1,602 tokens, prompts cut into chunks."""
     from jpaged import LLM, CacheConfig, EngineConfig, SchedulerConfig
 
     config = EngineConfig(
@@ -67,12 +67,23 @@ def llm(model, smollm2_path):
     return LLM(model, tokenizer=smollm2_path, config=config, progress=False)
 
 
-@pytest.fixture(scope="module")
-def outputs(llm):
+# A long prompt takes as long as all short ones, so one of the four stands for the others, unless slow tests are asked
+# for.
+OTHER_LONG = ("long_inventory", "long_story", "long_module")
+AT_ONCE = [
+    pytest.param([entry for entry in PROMPTS if entry["name"] not in OTHER_LONG], id="one-long"),
+    pytest.param(PROMPTS, id="all", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=AT_ONCE)
+def answered(request, llm):
+    """Golden entries and the outputs of one batch, in pairs."""
     from jpaged import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=5)
-    return llm.generate([entry["token_ids"] for entry in PROMPTS], params)
+    outputs = llm.generate([entry["token_ids"] for entry in request.param], params)
+    return list(zip(request.param, outputs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +110,13 @@ def forced_logits(model):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([entry["name"] for entry in PROMPTS if entry["kind"] != "long"], id="short"),
+        # Of each kind every second; the tests of one batch below check tokens and log-probabilities of them all.
+        pytest.param([entry["name"] for entry in PROMPTS if entry["kind"] != "long"][::2], id="short"),
+        pytest.param(
+            [entry["name"] for entry in PROMPTS if entry["kind"] != "long"][1::2], id="more", marks=pytest.mark.slow
+        ),
         pytest.param(["long_inventory"], id="long_inventory"),
-        # Half a minute each; the tests of one batch below check their tokens and log-probabilities in any case.
+        # Half a minute each.
         pytest.param(["long_log"], id="long_log", marks=pytest.mark.slow),
         pytest.param(["long_story"], id="long_story", marks=pytest.mark.slow),
         pytest.param(["long_module"], id="long_module", marks=pytest.mark.slow),
@@ -124,9 +139,9 @@ def test_tokenizer_and_chat_template_equal_transformers(llm) -> None:
             assert llm.tokenizer.apply_chat_template(entry["messages"]) == entry["text"], entry["name"]
 
 
-def test_tokens_of_one_batch_equal_transformers(outputs) -> None:
+def test_tokens_of_one_batch_equal_transformers(answered) -> None:
     wrong = {}
-    for entry, output in zip(PROMPTS, outputs, strict=True):
+    for entry, output in answered:
         assert output.finish_reason == "length"
         if list(output.token_ids) != entry["output_token_ids"]:
             pairs = zip(output.token_ids, entry["output_token_ids"], strict=True)
@@ -135,8 +150,8 @@ def test_tokens_of_one_batch_equal_transformers(outputs) -> None:
     assert not wrong
 
 
-def test_top_logprobs_equal_transformers(outputs) -> None:
-    for entry, output in zip(PROMPTS, outputs, strict=True):
+def test_top_logprobs_equal_transformers(answered) -> None:
+    for entry, output in answered:
         want = np.array(entry["top_logits"]) - np.array(entry["log_normalizer"])[:, None]
         for position, (got, ids, values) in enumerate(zip(output.logprobs, entry["top_ids"], want, strict=True)):
             what = f"{entry['name']}, token {position}"

@@ -165,6 +165,12 @@ def test_request_ids_are_made_up_where_none_lives():
             intake.request([1], None, bad, ())
 
 
+@pytest.mark.parametrize("arrival_s", ["x", float("nan"), 1j])
+def test_what_is_no_time_is_refused(arrival_s):
+    with pytest.raises(RequestError, match=r"arrival_s is .*, expected seconds"):
+        make_intake().request([1], None, None, (), arrival_s=arrival_s)
+
+
 def test_seeds_are_the_requests_own_or_drawn_from_the_engines():
     def seeds(seed: int) -> list[int]:
         intake = make_intake(seed=seed)

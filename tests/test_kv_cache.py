@@ -1,5 +1,7 @@
 """How many pages fit is computed before anything is allocated, and explained."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,9 +11,13 @@ from jpaged.errors import ConfigError
 from jpaged.kv_cache import (
     GIB,
     allocate_pool,
+    choose_decode_steps,
     choose_implementation,
     default_page_size,
+    fit_engine,
     free_device_bytes,
+    lent_bytes,
+    model_weights,
     plan_pool,
 )
 from jpaged.pallas_kernels import PageSpec
@@ -21,8 +27,9 @@ from tests.fakes import tiny_llama, tpu_mesh
 class FakeDevice:
     """A device that reports its memory, as GPUs and TPUs do."""
 
-    def __init__(self, limit: int, used: int):
+    def __init__(self, limit: int, used: int, platform: str = "tpu"):
         self._stats = {"bytes_limit": limit, "bytes_in_use": used}
+        self.platform = platform
 
     def memory_stats(self):
         return self._stats
@@ -64,6 +71,35 @@ def test_memory_that_is_left_is_filled(model):
     pool = plan(model, device=device, memory_fraction=0.5, reserved_bytes=5 * per_page)
     assert pool.num_pages == 15
     assert "50%" in pool.reason
+
+
+def test_what_the_steps_of_a_gpu_write_over_is_left_free(model, monkeypatch):
+    first, *others = model_weights(model)
+    config = EngineConfig(
+        cache=CacheConfig(page_size=8, memory_fraction=0.5),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64),
+        token_buckets=(4, 16),
+        page_buckets=(2, 4),
+        decode_steps=1,
+    )
+    kept = lent_bytes(model, config, page_size=8)
+    # Logits of 4 rows, hidden states of 4 and 16 tokens, token ids of 4 steps, fields.
+    assert kept == 4 * (4 * 64 + 20 * 32 + 4 * 4 + 17 * 4)
+
+    def num_pages(platform: str) -> int:
+        device = FakeDevice(limit=1 << 30, used=0, platform=platform)
+        fake = SimpleNamespace(devices=lambda: {device}, dtype=first.dtype, shape=first.shape, size=first.size)
+        monkeypatch.setattr("jpaged.kv_cache.model_weights", lambda model: [fake, *others])
+        return fit_engine(model, config).pool_plan.num_pages
+
+    per_page = plan(model, num_pages=2).bytes_per_page
+    assert num_pages("tpu") - num_pages("gpu") in (kept // per_page, kept // per_page + 1)
+
+
+def test_several_steps_are_decoded_at_once_where_the_device_is_sooner_done_than_the_host(model, monkeypatch):
+    assert [choose_decode_steps(model, platform) for platform in ("gpu", "cpu", "tpu")] == [4, 1, 1]
+    monkeypatch.setattr("jpaged.kv_cache.model_weights", lambda model: [SimpleNamespace(nbytes=10**9)] * 3)
+    assert choose_decode_steps(model, "gpu") == 1
 
 
 def test_host_memory_is_not_filled():

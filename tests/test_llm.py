@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jpaged.config import SpeculationConfig
 from jpaged.errors import ChatTemplateError, ConfigError, FetchError, RequestError
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.llm import LLM, Score
@@ -58,7 +59,7 @@ def test_one_set_of_parameters_a_prompt(llm):
             llm.generate("a", bad)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, {1, 2}, {"prompt": "a"}, b"ab", [b"ab"], iter(["a"])])
+@pytest.mark.parametrize("prompts", [None, 5, {1, 2}, {"prompt": "a"}, b"ab", [b"ab"], iter(["a"]), np.array(3)])
 def test_what_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(RequestError, match=r"(prompts|a prompt) must be text"):
         llm.generate(prompts)
@@ -106,6 +107,12 @@ def test_stop_strings_cut_the_text(llm):
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
     (output,) = llm.generate("hello", params)
     assert output.text == cut + stop
+
+
+def test_guesses_are_an_option(model, llm, tokenizer):
+    guessing = LLM(model, tokenizer=tokenizer, speculation=SpeculationConfig(num_tokens=3), **SIZES)
+    assert guessing.engine.config.speculation == SpeculationConfig(num_tokens=3)
+    assert llm.engine.config.speculation is None
 
 
 def test_chat_uses_the_template(llm, tokenizer):
@@ -173,6 +180,17 @@ def test_what_is_no_setting_is_refused(model, llm):
     for messages in ({"role": "user", "content": "x"}, None, [None], "text"):
         with pytest.raises(RequestError):
             llm.chat(messages)
+    for priority in (None, 1.5, "x", [None], 1):
+        with pytest.raises(RequestError, match="priority is"):
+            llm.generate(["a"], GREEDY, priority=priority)
+
+
+@pytest.mark.parametrize("name", [[1], None, 0, ""])
+def test_what_is_no_name_is_refused(llm, name):
+    with pytest.raises(RequestError, match=r"request_id is .*, expected a non-empty string"):
+        llm.engine.abort(name)
+    with pytest.raises(RequestError, match=r"name is .*, expected a non-empty string"):
+        llm.unpin_prefix(name)
 
 
 def test_a_dropped_llm_frees_its_engine_at_once(model):

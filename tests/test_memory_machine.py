@@ -23,7 +23,7 @@ from jpaged.errors import PromptTooLongError, RequestError
 from jpaged.preemption import PreemptionCosts
 from jpaged.sequence import Sequence, SequenceGroup, SequenceStatus
 from jpaged.step_plan import StepPlan
-from tests.scheduler_driver import EOS, VOCAB, Driver, make_group, make_scheduler, undisturbed
+from tests.scheduler_driver import EOS, VOCAB, Driver, guesses_of, make_group, make_scheduler, undisturbed
 
 LONG = int(os.environ.get("JPAGED_MACHINE_STEPS", "0"))
 STEPS_AN_EXAMPLE = 60  # measured, about
@@ -43,8 +43,10 @@ CONFIGS = st.fixed_dictionaries(
         "max_chunk_tokens": st.sampled_from([None, 3, 1]),
         "max_passes": st.sampled_from([32, 2, 0]),
         "headroom_pages": st.sampled_from([0, 0, 0, 1]),
+        "token_buckets": st.sampled_from([(), (4, 8, 20), (2, 5, 11, 20)]),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "preemption": st.sampled_from(["auto", "swap", "recompute"]),
+        "guesses": st.sampled_from([0, 4, 0, 2]),
     }
 )
 
@@ -153,12 +155,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         plan, results = self.driver.in_flight[0]
         ended = {seq for seq in plan.seqs if seq.is_finished}
-        new_tokens = self.driver.collect()
-        for seq, token, sampled, samples in zip(plan.seqs, new_tokens, results.tokens, plan.samples, strict=True):
+        rows = zip(plan.seqs, self.driver.collect(), results.tokens, plan.samples, guesses_of(plan), strict=False)
+        for seq, new, sampled, samples, guessed in rows:
             plain = samples and seq not in ended and seq.group.beam is None and sampled >= 0
-            assert token == (sampled if plain else None)
+            assert new[:1] == ([sampled] if plain else [])
+            assert new[:-1] == guessed[: len(new[:-1])]
             if plain:
-                assert seq.tokens[-1] == token
+                assert seq.tokens[-len(new) :] == new
                 self.check_output_so_far(seq)
         self.note_ended()
         self.state_is_sound()
@@ -207,10 +210,9 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         for _ in range(600):
-            if not (self.live or self.driver.in_flight):
-                return
-            self.run(1)
-        raise AssertionError("some request never ends")
+            if self.live or self.driver.in_flight:
+                self.run(1)
+        assert not self.live, "some request never ends"
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -235,11 +237,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def pages_at_most(self, group: SequenceGroup, num_tokens: int) -> int:
         """Pages of a whole group that has grown to so many tokens a sequence."""
-        size, window, count = (
-            self.config["page_size"],
-            self.config["sliding_window"],
-            group.request.params.num_sequences,
-        )
+        size, window = self.config["page_size"], self.config["sliding_window"]
+        count = group.request.params.num_sequences
         pages = -(-num_tokens // size)
         if window is not None:
             return count * min(pages, -(-(window + self.chunk) // size) + 1)
@@ -272,6 +271,7 @@ class MemoryMachine(RuleBasedStateMachine):
         shape = [0 if row.num_tokens == 1 else 1 if row.num_tokens else 2 for row in rows]
         assert shape == sorted(shape)
         assert shape.count(0) == plan.num_decode
+        assert plan.drafts is None or plan.drafts.counts.any()
         for index, row in enumerate(rows):
             seq, group = row.seq, row.seq.group
             assert row.num_tokens <= self.chunk
@@ -285,10 +285,11 @@ class MemoryMachine(RuleBasedStateMachine):
             elif seq in computed and row.num_tokens and not group.num_preemptions:
                 assert row.start == computed[seq]
             self.versions.setdefault(group, self.driver.device.version)
-        # Who could go on does, as far as the budget goes, unless pages came free behind it.
+        # Who could go on does, as far as the budget goes, unless pages came free behind it or the step is cut to fit.
         idle = {*self.scheduler.running_seqs} - {*plan.seqs}
         came_free = plan.preempted or self.config["sliding_window"]
-        for seq in idle if plan.num_tokens < self.config["budget"] and not came_free else ():
+        is_full = plan.num_tokens in (self.config["budget"], *self.config["token_buckets"])
+        for seq in idle if not is_full and not came_free else ():
             lacks, group = seq.num_tokens - seq.num_computed_tokens, seq.group
             waits = seq.num_pending and (group.beam is not None or seq.num_tokens >= group.limit)
             most = self.allocator.pages_for(min(lacks, self.chunk)) + 2
@@ -341,15 +342,13 @@ class MemoryMachine(RuleBasedStateMachine):
         assert 0 <= allocator.num_used - len(held) <= memory.num_pinned_pages
         assert set(scheduler.running) | set(scheduler.waiting) == set(self.live)
         assert scheduler.has_work == bool(self.live)
-        steps = [zip(plan.seqs, plan.samples, strict=True) for plan, _ in self.driver.in_flight]
-        in_flight = Counter(seq for step in steps for seq, samples in step if samples)
+        in_flight = self.driver.pending()
         for group in self.live:
             assert all(seq.num_pending == in_flight[seq] for seq in group.live)
             assert all(seq.num_tokens <= group.limit for seq in group.live)
             pages = {page for seq in group.seqs for page in seq.pages if page}
             assert len(pages) <= self.pages_at_most(group, group.limit)
-        ranks = [group.rank for group in scheduler.running]
-        assert ranks == sorted(ranks)
+        assert [*scheduler.running] == sorted(scheduler.running, key=lambda group: group.rank)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -370,6 +369,7 @@ class MemoryMachine(RuleBasedStateMachine):
             copies=self.memory.num_copied_pages,
             evictions=cache.num_evictions if cache is not None else 0,
             weight_changes=self.memory.weight_version,
+            hits=self.scheduler.num_hits,
         )
         self.totals.update(self.counts)
 
@@ -396,5 +396,5 @@ def test_the_machine_met_what_it_is_for(capsys):
     if LONG:
         with capsys.disabled():
             print("\n" + ", ".join(f"{count:,} {what}" for what, count in sorted(totals.items())))
-    for what in ("preemptions", "swaps", "resumed", "hit_tokens", "copies", "evictions", "forks", "weight_changes"):
-        assert totals[what] > 0, f"no {what} in {totals['steps']} steps"
+    wanted = {"preemptions", "swaps", "resumed", "hit_tokens", "copies", "evictions", "forks", "weight_changes", "hits"}
+    assert not {what for what in wanted if not totals[what]}, f"{totals['steps']} steps lack these"

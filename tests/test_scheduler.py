@@ -223,9 +223,9 @@ def test_plans_run_ahead_of_results():
     assert rows_of(driver.dispatch()) == [("a", 3, 1, True)]
     assert seq.num_pending == 2
     assert driver.dispatch() is None  # all of its output is sampled
-    assert driver.collect() == expected[:1]
+    assert driver.collect() == [expected[:1]]
     assert driver.dispatch() is None
-    assert driver.collect() == expected[1:]
+    assert driver.collect() == [expected[1:]]
     assert (seq.num_pending, seq.finish_reason) == (0, "length")
     assert not driver.scheduler.has_work
 
@@ -236,9 +236,9 @@ def test_a_late_token_of_an_ended_sequence_is_dropped():
     driver.add(group)
     driver.dispatch()
     driver.dispatch()
-    assert driver.collect() == [first]
+    assert driver.collect() == [[first]]
     assert group.seqs[0].finish_reason == "stop"
-    assert driver.collect() == [None]
+    assert driver.collect() == [[]]
     assert group.seqs[0].output_token_ids == [first]
 
 
@@ -254,7 +254,7 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight():
     driver.scheduler.abort("a")
     for _ in range(2):
         assert driver.scheduler.plan() is None  # room for b and c, but b's tokens are not known yet
-        assert driver.collect() == [None, seq.tokens[-1]]
+        assert driver.collect() == [[], seq.tokens[-1:]]
     assert rows_of(driver.dispatch()) == [("b", 0, 5, True)]
     driver.drain()
     driver.check_answers(b)
@@ -315,7 +315,7 @@ def test_a_negative_token_ends_its_own_sequence_only():
     plan = scheduler.plan()
     assert plan is not None
     assert rows_of(plan) == [("a", 0, 3, True), ("b", 0, 4, True), ("a", 3, 0, True)]
-    assert scheduler.update(plan, [-1, 5, 6]) == ([None, 5, 6], [0], {0})
+    assert scheduler.update(plan, [-1, 5, 6]) == ([[], [5], [6]], [0], {0})
     assert (a.seqs[0].finish_reason, a.seqs[0].output_token_ids, a.seqs[0].pages) == ("error", [], [])
     assert (a.seqs[1].finish_reason, a.seqs[1].output_token_ids) == (None, [6])
     assert scheduler.running == (a, b)
@@ -338,7 +338,7 @@ def test_a_row_that_samples_nothing_is_not_read():
     scheduler.add(group)
     plan = scheduler.plan()
     assert plan is not None
-    assert scheduler.update(plan, [-1]).tokens == [None]
+    assert scheduler.update(plan, [-1]).tokens == [[]]
     assert not group.is_finished
 
 

@@ -1,5 +1,6 @@
 """The launcher: its plans in words and JSON, what it refuses, and what it hands to the server."""
 
+import contextlib
 import json
 import os
 import re
@@ -51,7 +52,7 @@ def served(monkeypatch):
     """What the server was started with, in place of starting it; the environment is as before when the test ends."""
     calls = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(serve_command, "require_extra", lambda: None)
+    monkeypatch.setattr(serve_command, "listener_of", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(serve_command, "start", lambda *given, **more: calls.append((*given, more)))
     return calls
 
@@ -135,7 +136,7 @@ def test_a_plan_for_what_is_here(run, here):
         (("--warmup", "often"), "warmup is 'often'"),
         (("--policy", "lifo"), "policy is 'lifo'"),
         (("--dry-run", "--topology", "v9"), "the topology is 'v9'"),
-        (("--dry-run", "--topology", "v5e-8", "--page-size", "12"), "page_size is 12"),
+        (("--dry-run", "--topology", "v5e-8", "--page-size", "12"), "--page-size is 12"),
     ],
 )
 def test_what_is_refused_is_one_line(run, served, arguments, why):
@@ -164,7 +165,7 @@ def test_the_server_is_told_what_was_planned(run, here, served, folder):
     asked = ("--served-model-name", "tiny", "--port", "0", "--kv-dtype", "int8", "--weights", "fp8")
     done = run(folder, *asked, "--no-prefix-cache")
     assert done.exit_code == 0, done.stderr
-    [(config, recipe, more)] = served
+    [(config, recipe, _, more)] = served
     engine = recipe["config"]
     assert (config.models, config.port, more) == (
         ("tiny",),
@@ -189,7 +190,7 @@ def test_on_a_cpu_nothing_is_set_and_the_pool_is_as_planned(run, here, served, f
     before = dict(os.environ)
     done = run(folder, "--engine-thread", "--warmup", "lazy")
     assert done.exit_code == 0, done.stderr
-    [(_, recipe, more)] = served
+    [(_, recipe, _, more)] = served
     assert dict(os.environ) == before
     assert (recipe["dtype"], recipe["config"].warmup, more["own_process"]) == ("float32", "lazy", False)
     assert recipe["config"].cache.num_pages >= 2
@@ -227,13 +228,16 @@ def test_a_shape_is_served_without_weights(run, here, served):
     here("cpu")
     done = run("SmolLM2-135M", "--load-format", "dummy", "--token-buckets", "32,512")
     assert done.exit_code == 0, done.stderr
-    [(config, recipe, more)] = served
+    [(config, recipe, _, more)] = served
     assert (config.models, recipe["model"], more["load_format"]) == (("SmolLM2-135M",), "SmolLM2-135M", "dummy")
     assert recipe["config"].token_buckets == (32, 512)
+    assert "compiled steps  2: tokens 32 512;" in done.stderr
+    planned = run("SmolLM2-135M", "--dry-run", "--topology", "v5e-1", "--token-buckets", "64,512")
+    assert "compiled steps  2: tokens 64 512;" in planned.stdout
     for wrong, words in (
-        (("--load-format", "magic"), "load_format is 'magic', expected one of auto, dummy"),
-        (("--load-format", "dummy", "--token-buckets", "8,x"), "token_buckets is '8,x', expected integers"),
-        (("--load-format", "dummy", "--token-buckets", "8"), "token_buckets"),
+        (("--load-format", "magic"), "--load-format is 'magic', expected one of auto, dummy"),
+        (("--load-format", "dummy", "--token-buckets", "8,x"), "--token-buckets is '8,x', expected integers"),
+        (("--load-format", "dummy", "--token-buckets", "8"), "--token-buckets is (8,)"),
     ):
         refused = run("smollm2-135m", *wrong)
         assert (refused.exit_code, words in refused.stderr) == (2, True)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jpaged.accelerators import ACCELERATORS
-from jpaged.config import EngineConfig, SchedulerConfig
+from jpaged.config import EngineConfig, SchedulerConfig, default_token_buckets
 from jpaged.kv_cache import default_page_size as engine_page_size
 from jpaged.models import Llama
 from jpaged.pallas_kernels import PageSpec
@@ -15,7 +15,6 @@ from jpaged.serving_sizes import (
     attention_of,
     default_page_size,
     page_buckets,
-    token_buckets,
     token_budget,
     tpu_kernel_takes,
 )
@@ -60,7 +59,7 @@ def test_every_step_has_a_bucket(name, rows):
     budget = token_budget(rows, chip)
     assert budget >= max(rows, 2 * chip.ridge_tokens)
     for most in (budget, rows):
-        buckets = token_buckets(rows, most, chip)
+        buckets = default_token_buckets(rows, most, chip.platform)
         scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=most)
         assert EngineConfig(scheduler=scheduler, token_buckets=buckets).step_shapes(64, 16)
         assert rows in buckets

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.batch import BatchPacker
+from jpaged.batch import MAX_IN_FLIGHT, BatchPacker
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
 from jpaged.pallas_kernels import make_pages
@@ -14,7 +14,9 @@ from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import make_sampler_state
 from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, SAMPLING_KINDS
 from jpaged.sequence import SequenceGroup, SequenceStatus
-from jpaged.step import StepRunner, read_logprobs, read_prompt_logprobs
+from jpaged.step import StepRunner
+from jpaged.step_buffers import step_buffers
+from jpaged.step_outputs import read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import PlannedRow, StepPlan
 from jpaged.step_programs import Program, StepNeeds
 from tests.fakes import dense_logits, tiny_llama
@@ -70,8 +72,8 @@ class FakeLowered:
 
     def compile(self):
         if self.program.part == "forward":
-            return lambda weights, kv_pages, spare, last_token, packed: (("logits", "hidden", "fields"), kv_pages)
-        return lambda logits, fields, state: ("tokens", state)
+            return lambda weights, kv_pages, last_token, packed, lent: (("logits", "hidden", "fields"), kv_pages)
+        return lambda logits, fields, state, lent: (("tokens",), state)
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def test_log_probabilities_are_read_where_they_were_asked_for(runner):
     expected = np.asarray(jax.nn.log_softmax(dense_logits(model, PROMPT)))
     plan = make_plan(logprobs=1, prompt_logprobs=2)
     outputs, _, _ = run(runner, model, plan)
-    sampled = read_logprobs(plan, outputs)(0)
+    sampled = read_logprobs(plan, outputs)(0, 0)
     best = int(expected[-1].argmax())
     assert (sampled.token_id, [token for token, _ in sampled.top]) == (best, [best])
     assert sampled.logprob == pytest.approx(expected[-1, best], abs=2e-5)
@@ -122,7 +124,7 @@ def test_log_probabilities_are_read_where_they_were_asked_for(runner):
 
 def test_log_probabilities_that_nobody_asked_for_are_not_read():
     plan = make_plan()
-    assert read_logprobs(plan, None)(0) is None  # there is nothing to read from
+    assert read_logprobs(plan, None)(0, 0) is None  # there is nothing to read from
     assert list(read_prompt_logprobs(plan, None)) == []
     ended = make_plan(prompt_logprobs=1)
     ended.seqs[0].status = SequenceStatus.FINISHED
@@ -169,8 +171,8 @@ def test_lower_compiles_nothing_and_donates_the_pages(seen):
     before = len(seen)
     pages, state = make_pool(model)
     lowered = runner.lower(pages, state, OTHER)
-    (weights, kv_pages, spare, last_token, packed), _ = lowered.args_info
-    assert spare == ()
+    (weights, kv_pages, last_token, packed, lent), _ = lowered.args_info
+    assert lent == ()
     assert all(leaf.donated for leaf in jax.tree.leaves(kv_pages))
     assert not any(leaf.donated for leaf in jax.tree.leaves((weights, last_token, packed)))
     logits, hidden, fields = lowered.out_info[0]
@@ -185,17 +187,26 @@ def test_a_gpu_runs_the_least_kind_and_writes_where_the_step_before_did(runner):
     tokens = run(runner, model, plan)[0].token_ids
     assert runner.compilations[-1].program == Program("sampling", 2, "full")
     on_gpu = make_runner(model, platform="gpu")
-    for _ in range(3):
-        before = list(on_gpu._spare.values())
-        places = [array.unsafe_buffer_pointer() for array in before]
-        outputs, _, state = run(on_gpu, model, plan)
-        assert outputs.token_ids.tolist() == tokens.tolist()
+    packed, shape = BatchPacker((SHAPE,), page_size=8, max_num_seqs=2).pack(plan)
+    needs = on_gpu.needs(packed, shape)
+    on_gpu.compile_all(*make_pool(model), on_gpu.missing(needs))
+    places, found = [], []
+    for _ in range(2 * MAX_IN_FLIGHT):
+        outputs, _, state = on_gpu.run(*make_pool(model), packed, needs)
+        found.append(outputs.token_ids)
         assert state.last_token[1] == tokens[0]
-        assert all(array.is_deleted() for array in before)
-        if before:
-            assert [array.unsafe_buffer_pointer() for array in on_gpu._spare.values()] == places
-    assert [done.program for done in on_gpu.compilations] == [FORWARD, Program("sampling", 2, "draw")]
-    assert len(places) == 3
+        kept = {buffer.role: arrays for buffer, arrays in on_gpu._buffers._kept.items()}
+        assert kept["token ids"][-1] is outputs.token_ids
+        places.append({role: arrays[-1].unsafe_buffer_pointer() for role, arrays in kept.items()})
+    wanted = step_buffers([SHAPE], vocab_size=64, hidden_size=32, hidden_dtype=jnp.float32)
+    assert sum(array.nbytes for arrays in kept.values() for array in arrays) == sum(one.nbytes for one in wanted)
+    assert places[:MAX_IN_FLIGHT] == places[MAX_IN_FLIGHT:]
+    assert len({place["token ids"] for place in places}) == MAX_IN_FLIGHT
+    for role in ("logits", "hidden", "fields"):
+        assert len({place[role] for place in places}) == 1
+    assert [array.is_deleted() for array in found] == [True] * MAX_IN_FLIGHT + [False] * MAX_IN_FLIGHT
+    assert all(array.tolist() == tokens.tolist() for array in found[MAX_IN_FLIGHT:])
+    assert {done.program for done in on_gpu.compilations} == {FORWARD, Program("sampling", 2, "draw")}
     on_gpu.forget_outputs()
     assert run(on_gpu, model, plan)[0].token_ids.tolist() == tokens.tolist()
 
@@ -205,10 +216,11 @@ def test_sampling_donates_what_it_changes(kind):
     model = make_model()
     pages, state = make_pool(model)
     lowered = make_runner(model, platform="gpu").lower(pages, state, Program("sampling", 2, kind))
-    (logits, fields, changed), _ = lowered.args_info
-    assert all(leaf.donated for leaf in jax.tree.leaves(changed))
+    (logits, fields, changed, lent), _ = lowered.args_info
+    assert all(leaf.donated for leaf in jax.tree.leaves((changed, lent)))
     assert not any(leaf.donated for leaf in jax.tree.leaves((logits, fields)))
-    token_ids, after = lowered.out_info
+    (token_ids,), after = lowered.out_info
+    assert [leaf.shape for leaf in lent] == [token_ids.shape]
     assert token_ids.shape == (2,)
     assert jax.tree.structure(after) == jax.tree.structure(state if kind == "full" else 0)
 

@@ -10,16 +10,18 @@ from flax import nnx
 
 from jpaged.accelerators import ACCELERATORS
 from jpaged.batch import packed_size
-from jpaged.config import StepShape
+from jpaged.config import EngineConfig, SchedulerConfig, StepShape
 from jpaged.errors import ConfigError
 from jpaged.model_shapes import model_shape
 from jpaged.models.weights import abstract_llama
 from jpaged.pallas_kernels import PageSpec
 from jpaged.sampler_state import make_sampler_state
+from jpaged.step_buffers import step_buffers
 from jpaged.step_bytes import (
     can_divide,
     divided,
     input_bytes,
+    lent_bytes,
     program_bytes,
     state_bytes,
     stored_page_bytes,
@@ -145,6 +147,17 @@ def test_longer_steps_and_more_rows_take_more():
 
     assert temporaries(32, 32) < temporaries(64, 64) < temporaries(128, 128) < temporaries(256, 256)
     assert temporaries(2048, 32) < temporaries(8192, 32)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 300])
+def test_what_is_lent_is_what_the_runner_lends(rows):
+    config = tiny_config()
+    shapes = EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=512), page_buckets=(1, 8)
+    ).step_shapes(64, 16, "gpu")
+    options = {"hidden_size": config.hidden_size, "hidden_dtype": "bfloat16"}
+    lent = step_buffers(shapes, vocab_size=config.vocab_size, **options)
+    assert lent_bytes(config, shapes, itemsize=2) == sum(one.nbytes for one in lent)
 
 
 def test_other_dtypes_are_refused():

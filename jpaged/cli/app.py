@@ -1,5 +1,6 @@
 """The command group: its exit codes, its errors in one line, and the list of commands."""
 
+import contextlib
 import inspect
 import os
 import sys
@@ -14,6 +15,7 @@ from jpaged.cli.chat import chat
 from jpaged.cli.fetch import fetch
 from jpaged.cli.generate import generate
 from jpaged.cli.info import info
+from jpaged.cli.option_names import flags_of, with_flags
 from jpaged.cli.plan import plan
 from jpaged.cli.serve import serve
 from jpaged.errors import ConfigError, JpagedError, RequestError
@@ -46,8 +48,13 @@ class _Commands(TyperGroup):
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            print(f"jpaged: error: {_one_line(error)}", file=sys.stderr)
+            print(f"jpaged: error: {with_flags(_one_line(error), self._flags(ctx))}", file=sys.stderr)
             raise typer.Exit(EXIT_REFUSED if isinstance(error, ConfigError | RequestError) else EXIT_ERROR) from None
+
+    def _flags(self, ctx: Any) -> dict[str, str]:
+        """Of the command that was called."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        return {} if command is None else flags_of(command.params)
 
 
 def _one_line(error: Exception) -> str:
@@ -101,4 +108,13 @@ def main() -> None:
         # A terminal that cannot show a character gets an escape, not a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    app(prog_name="jpaged")
+    try:
+        app(prog_name="jpaged")
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:
+            # The interpreter's end would wait for threads that compile, half a minute perhaps.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(EXIT_INTERRUPTED)
+        raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.model_bytes import check_weights
 from jpaged.request import SamplingParams
@@ -79,6 +79,20 @@ PrefixCache = Annotated[
 ]
 HostPages = Annotated[
     int, typer.Option(help="Pages of host memory for requests that must make room.", rich_help_panel=_ENGINE)
+]
+SpeculativeTokens = Annotated[
+    int,
+    typer.Option(
+        help="Tokens that are guessed ahead at the most, from the prompt and the answer so far; 0: none.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+DecodeSteps = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens that are decoded in one go while nobody waits; by default chosen by the device and the model.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Implementation = Annotated[
     str | None,
@@ -164,6 +178,8 @@ class EngineOptions:
     implementation: Implementation = None
     prefix_cache: PrefixCache = True
     host_pages: HostPages = 0
+    speculative_tokens: SpeculativeTokens = 0
+    decode_steps: DecodeSteps = None
 
     def config(self, *, max_num_seqs: int = 32, token_buckets: tuple[int, ...] | None = None) -> EngineConfig:
         """The engine's config.
@@ -193,6 +209,8 @@ class EngineOptions:
                 preemption="swap" if self.host_pages else "auto",
             ),
             token_buckets=token_buckets,
+            speculation=speculation_of(self.speculative_tokens),
+            decode_steps=self.decode_steps,
             implementation=self.implementation,  # type: ignore  # any text: `EngineConfig` checks it
         )
 
@@ -207,6 +225,17 @@ class EngineOptions:
 
 
 ENGINE_DEFAULTS: Final = EngineOptions()
+
+
+def speculation_of(num_tokens: int) -> SpeculationConfig | None:
+    """What `--speculative-tokens` says.
+
+    Raises:
+      ConfigError: it is negative.
+    """
+    if num_tokens < 0:
+        raise ConfigError(f"speculative_tokens is {num_tokens}, expected an integer of at least 0")
+    return SpeculationConfig(num_tokens=num_tokens) if num_tokens else None
 
 
 def checked_text(text: str, what: str) -> str:

@@ -1,8 +1,10 @@
 """`jpaged serve`."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
@@ -43,7 +45,7 @@ TokenBuckets = Annotated[
         "--token-buckets",
         help="Tokens of the steps that are compiled, such as 64,512: fewer start sooner, and pad more.",
         rich_help_panel="Engine",
-        show_default="about powers of four",
+        show_default="by the device",
     ),
 ]
 
@@ -133,7 +135,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Known name, folder of safetensors or Orbax, .gguf file, HF id.")
     ] = options.DEFAULT_MODEL,
-    names: Annotated[
+    models: Annotated[
         list[str] | None,
         typer.Option(
             "--served-model-name", help="Name in requests and answers; may be repeated.", show_default="MODEL"
@@ -171,13 +173,21 @@ def serve(
     Ends in order at SIGTERM or Ctrl-C: what runs may end within --drain-timeout-s, nothing new begins. A second one
     ends at once. What is asked for and how it went is told to standard error, one JSON object a line, without prompts.
     """
-    require_extra()
     config = _engine_config(engine, max_num_seqs, max_num_batched_tokens, policy, warmup)
-    config = with_token_buckets(config, token_buckets)
-    served = server.config(names or [model])
-    loading = {"dtype": engine.dtype, "weights": engine.weights, "progress": progress}
-    recipe = {"model": find_model(model, load_format, progress), "config": config, **loading}
-    start(served, recipe, load_format=load_format, own_process=engine_process)
+    config = replace(config, token_buckets=parsed_buckets(token_buckets))
+    served = server.config(models or [model])
+    with listener_of(served) as listener:
+        loading = {"dtype": engine.dtype, "weights": engine.weights, "progress": progress}
+        recipe = {"model": find_model(model, load_format, progress), "config": config, **loading}
+        start(served, recipe, listener, load_format=load_format, own_process=engine_process)
+
+
+def listener_of(config: "ServerConfig") -> socket.socket:
+    """See `jpaged.server.bound`, which it is; imports what the server needs, which may be lacking."""
+    require_extra()
+    from jpaged.server import bound
+
+    return bound(config)
 
 
 def find_model(model: str, load_format: str, progress: bool | None) -> str:
@@ -199,27 +209,33 @@ def find_model(model: str, load_format: str, progress: bool | None) -> str:
     return f"{fetch(model, progress=progress)}"
 
 
-def with_token_buckets(config: EngineConfig, text: str | None) -> EngineConfig:
-    """The config with the steps that were asked for, if any were.
+def parsed_buckets(text: str | None) -> tuple[int, ...] | None:
+    """The value of --token-buckets.
 
     Raises:
-      ConfigError: they are no ascending integers, or the last one is too small.
+      ConfigError: it is no list of integers.
+
+    Example:
+      >>> parsed_buckets("64,512")
+      (64, 512)
     """
     if text is None:
-        return config
+        return None
     try:
-        buckets = tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"token_buckets is {text!r:.80}, expected integers with commas between them") from None
-    return replace(config, token_buckets=buckets)
 
 
-def start(config: "ServerConfig", recipe: dict[str, Any], *, load_format: str, own_process: bool) -> None:
+def start(
+    config: "ServerConfig", recipe: dict[str, Any], listener: socket.socket, *, load_format: str, own_process: bool
+) -> None:
     """Serves until it is told to end.
 
     Args:
       config: of the server.
       recipe: options of the engine's maker.
+      listener: see `listener_of`.
       load_format: which maker that is, of `MAKERS`.
       own_process: whether the engine has a process of its own.
     """
@@ -235,7 +251,8 @@ def start(config: "ServerConfig", recipe: dict[str, Any], *, load_format: str, o
     else:
         tokenizer = Tokenizer.load(recipe["model"])
     set_up_logging(config.log_level)
-    run(serve_engine(config, recipe, tokenizer, maker=MAKERS[load_format], own_process=own_process))
+    maker = MAKERS[load_format]
+    run(serve_engine(config, recipe, tokenizer, listener=listener, maker=maker, own_process=own_process))
 
 
 def run(server: Coroutine[Any, Any, None]) -> None:
@@ -249,6 +266,7 @@ def run(server: Coroutine[Any, Any, None]) -> None:
 
 
 def require_extra() -> None:
+    """Raises ConfigError if a package of the extra "server" is lacking."""
     for name in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{name} is not installed; the server needs pip install 'jpaged[server]'")
@@ -265,18 +283,24 @@ def _engine_config(
 
 
 async def serve_engine(
-    config: "ServerConfig", recipe: dict[str, Any], tokenizer: "Tokenizer", *, maker: str, own_process: bool
+    config: "ServerConfig",
+    recipe: dict[str, Any],
+    tokenizer: "Tokenizer",
+    *,
+    listener: socket.socket,
+    maker: str,
+    own_process: bool,
 ) -> None:
     from jpaged.engine_host import freeze_objects
     from jpaged.server import serve as serve_http
 
     def ready(url: str) -> None:
         freeze_objects()
-        _say(f"listening at {url}")
+        say(f"listening at {url}")
 
     async with _client(recipe, maker, own_process=own_process, log_level=config.log_level) as client:
-        _say(_decided(config, client.info))
-        await serve_http(config, client, tokenizer, on_ready=ready)
+        say(_decided(config, client.info))
+        await serve_http(config, client, tokenizer, listener=listener, on_ready=ready)
 
 
 def _client(recipe: dict[str, Any], maker: str, *, own_process: bool, log_level: str) -> "AsyncEngine":
@@ -293,8 +317,10 @@ def _client(recipe: dict[str, Any], maker: str, *, own_process: bool, log_level:
     return AsyncEngine(EngineThread(call(maker, recipe)))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """Tells whoever started the server."""
+    with contextlib.suppress(OSError):  # a full disk under the log, or nobody who reads it, ends no server
+        print(text, file=sys.stderr, flush=True)
 
 
 def _decided(config: "ServerConfig", info: "EngineInfo") -> str:

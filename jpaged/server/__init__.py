@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jpaged.server.app import Server
     from jpaged.server.config import ServerConfig
-    from jpaged.server.run import serve
+    from jpaged.server.run import bound, serve
 
-__all__ = ["Server", "ServerConfig", "serve"]
+__all__ = ["Server", "ServerConfig", "bound", "serve"]
 
-_HOME = {"Server": "jpaged.server.app", "ServerConfig": "jpaged.server.config", "serve": "jpaged.server.run"}
+_HOME = {
+    "Server": "jpaged.server.app",
+    "ServerConfig": "jpaged.server.config",
+    "bound": "jpaged.server.run",
+    "serve": "jpaged.server.run",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final
 
 from starlette.applications import Starlette
@@ -154,10 +153,7 @@ def _reception(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer 
         has_priorities=info.policy == "priority",
         trusts_templates=config.trust_request_chat_template,
     )
-    path = Path(tokenizer.source) if tokenizer is not None else None
-    worker = None
-    if path is not None and path.exists():
-        worker = DoorWorker(path, limits, timeout_s=config.reading_timeout_s)
+    worker = DoorWorker(tokenizer, limits, timeout_s=config.reading_timeout_s)
     return Reception(Door(tokenizer, limits), worker, foreign_templates=config.trust_request_chat_template)
 
 

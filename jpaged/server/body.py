@@ -35,10 +35,12 @@ class BodyReader:
           ApiError: 400, 408, 413, 415 or 503: it is refused.
           ClientLeftError: the client has gone.
         """
-        fields = {name: value for name, value in headers if name in (b"content-type", b"content-length")}
+        fields = {name: value for name, value in headers if name.startswith(b"content-")}
         kind = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise ApiError(415, "the content type is not application/json: send JSON, and say so in Content-Type")
+        if fields.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise ApiError(415, "the body is compressed: send it as it is, without Content-Encoding")
         length = fields.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > self._max_bytes:
             raise self._too_large()

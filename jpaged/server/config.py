@@ -137,6 +137,11 @@ class ServerConfig:
         modes = [int(mode) for mode in ssl.VerifyMode]
         if self.ssl_cert_reqs not in modes:
             raise ConfigError(f"ssl_cert_reqs is {self.ssl_cert_reqs!r}, expected one of {modes}")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs is {self.ssl_cert_reqs}, expected ssl_ca_certs with it: else no client's certificate "
+                "could be checked, and nobody would be let in"
+            )
 
     @property
     def is_local(self) -> bool:

@@ -1,7 +1,8 @@
 """`Connection`: uvicorn's protocol of a connection, with ends to what a client may leave undone.
 
-uvicorn closes a connection on which nothing comes after an answer. Three more ways to keep one, and what it holds, for
-ever are closed here: to send no request at all, to send one's head byte by byte, and to read nothing of an answer.
+uvicorn closes a connection on which nothing comes after an answer. Four more ways to keep one, and what it holds, for
+ever are closed here: to send no request at all, to send one's head byte by byte or without an end, and to read nothing
+of an answer.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any, Final, cast
 
 _LOGGER: Final = logging.getLogger("jpaged.server")
 STATE_KEY: Final = "jpaged.connection"
+_MAX_HEAD_BYTES: Final = 512 * 1024  # one read, which may begin with the end of a body, is at most half of it
 
 
 class Connection(asyncio.Protocol):
@@ -41,6 +43,7 @@ class Connection(asyncio.Protocol):
         self._waiting: asyncio.TimerHandle | None = None  # for a request
         self._blocked: asyncio.TimerHandle | None = None  # by a client that does not read
         self._num_served = 0
+        self._head_bytes = 0
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -65,6 +68,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._inner.data_received(data)
+        # The parser of httptools keeps a head of any length; that of h11 refuses long ones itself. The path is the last
+        # that uvicorn adds to a scope, once its head is whole.
+        scope = getattr(self._inner, "scope", None)
+        self._head_bytes = 0 if scope is None or "path" in scope else self._head_bytes + len(data)
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._drop("sends a head without an end")
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
@@ -95,6 +104,10 @@ class Connection(asyncio.Protocol):
         if unread < unread_before:
             go_on()
         elif unread or not self._transport.is_closing():
+            self._drop(why)
+
+    def _drop(self, why: str) -> None:
+        if self._transport is not None:
             _LOGGER.info("a client %s and is dropped", why)
             self._transport.abort()  # which the application sees as a client that has left
 

@@ -6,6 +6,7 @@ limits on both.
 """
 
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from jpaged.server.api_error import ApiError
 from jpaged.server.parameters import Endpoint, Limits
+from jpaged.tokenizer import Tokenizer
 
 _START_S: Final = 60.0
 _MORE_BYTES: Final = 4 * 2**30  # of address space, for what it reads
@@ -23,13 +25,13 @@ class DoorWorker:
     """Runs one call at a time. Started by the first one, and again after one that took too long.
 
     Args:
-      tokenizer_path: where the model's tokenizer is loaded from.
-      limits: see `Door`.
+      tokenizer, limits: see `Door`.
       timeout_s: a call that takes longer is ended, with its process.
     """
 
-    def __init__(self, tokenizer_path: Path, limits: Limits, *, timeout_s: float) -> None:
-        self._arguments = (tokenizer_path, limits)
+    def __init__(self, tokenizer: Tokenizer | None, limits: Limits, *, timeout_s: float) -> None:
+        # Now, and not when the process starts: a large vocabulary takes a while, in which nothing else runs.
+        self._arguments = (pickle.dumps(tokenizer), limits)
         self._timeout_s = timeout_s
         self._process: BaseProcess | None = None
         self._link: Connection | None = None
@@ -84,17 +86,16 @@ class DoorWorker:
             process.close()
 
 
-def _serve(link: Connection, tokenizer_path: Path, limits: Limits) -> None:
+def _serve(link: Connection, tokenizer: bytes, limits: Limits) -> None:
     """The process's whole life: reads until the other side closes."""
     import signal
 
     from jpaged.server.door import Door
-    from jpaged.tokenizer import Tokenizer
 
     for name in (signal.SIGINT, signal.SIGTERM):  # they are for the server, which ends this process last
         signal.signal(name, signal.SIG_IGN)
     try:
-        door = Door(Tokenizer.load(tokenizer_path), limits)
+        door = Door(pickle.loads(tokenizer), limits)
         _limit_memory()
         link.send("ready")
         while True:

@@ -186,14 +186,16 @@ class Neutral:
     Attributes:
       values: those values, beside null.
       why: what is missing, and what to use instead.
+      secret: what it holds is not repeated in errors.
     """
 
     values: tuple[Any, ...]
     why: str
+    secret: bool = False
 
     def read(self, value: Any) -> None:
         if not any(type(value) is type(neutral) and value == neutral for neutral in self.values):
-            raise Refused("", shown(value), f"it to be left out: {self.why}")
+            raise Refused("", "given" if self.secret else shown(value), f"it to be left out: {self.why}")
 
     def schema(self) -> dict[str, Any]:
         return {"enum": [*self.values, None]}
@@ -235,7 +237,8 @@ class TokenMap:
             raise Refused("", shown(value), f"an object of at most {self.most} token ids")
         entries: dict[int, Any] = {}
         for key, entry in value.items():
-            if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < self.vocab_size):
+            # Written in one way only: of "7" and "07" one would be lost.
+            if not (key.isascii() and key.isdecimal() and key == f"{int(key[:12])}" and int(key) < self.vocab_size):
                 raise Refused("", f"the key {shown(key)}", f"token ids in [0, {self.vocab_size})")
             try:
                 entries[int(key)] = self.kind.read(entry)
@@ -245,7 +248,7 @@ class TokenMap:
 
     def schema(self) -> dict[str, Any]:
         # That an id is in the vocabulary is more than a pattern can say.
-        keys = {"pattern": "^[0-9]{1,11}$"}
+        keys = {"pattern": "^(0|[1-9][0-9]{0,10})$"}
         return {
             "type": "object",
             "propertyNames": keys,

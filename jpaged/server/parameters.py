@@ -223,7 +223,7 @@ def completion_parameters(limits: Limits) -> Table:
             "add_special_tokens": Parameter(Boolean(), "Add BOS and the like to prompts that are text.", True),
             **_sampling(limits),
             **_structured(),
-            "suffix": Parameter(Neutral(("",), "the model only continues text"), "Not built."),
+            "suffix": Parameter(Neutral(("",), "the model only continues text", secret=True), "Not built."),
         }
     )
 

@@ -19,12 +19,11 @@ class Reception:
 
     Args:
       door: reads in threads.
-      worker: reads large bodies, and those that may have a chat template of their own; `None` (there is no path to load
-        the tokenizer from): threads do.
+      worker: reads large bodies, and those that may have a chat template of their own.
       foreign_templates: requests may bring chat templates.
     """
 
-    def __init__(self, door: Door, worker: DoorWorker | None, *, foreign_templates: bool = False) -> None:
+    def __init__(self, door: Door, worker: DoorWorker, *, foreign_templates: bool = False) -> None:
         self.door = door
         self._worker = worker
         self._foreign_templates = foreign_templates
@@ -44,8 +43,9 @@ class Reception:
         self.num_waiting += 1
         try:
             if len(body) > LARGE_BODY_BYTES or (self._foreign_templates and b"chat_template" in body):
-                read = self._worker.read if self._worker is not None else self.door.read
-                return await loop.run_in_executor(self._large, functools.partial(_without_stop, read, endpoint, body))
+                return await loop.run_in_executor(
+                    self._large, functools.partial(_without_stop, self._worker.read, endpoint, body)
+                )
             async with self._places:
                 return await loop.run_in_executor(
                     self._threads, functools.partial(_without_stop, self.door.read, endpoint, body)
@@ -55,8 +55,7 @@ class Reception:
 
     def close(self) -> None:
         """Ends threads and process; what they read is lost."""
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
         for threads in (self._threads, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 

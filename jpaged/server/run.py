@@ -6,6 +6,7 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -31,6 +32,7 @@ async def serve(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     *,
+    listener: socket.socket | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -43,14 +45,19 @@ async def serve(
       config: everything that the server is told.
       client: the engine, ready; it is left open.
       tokenizer: the model's.
+      listener: what `bound(config)` gave, before the engine was made; it is closed. `None`: only now it is found out
+        whether the address can be had.
       stop: another way to end it than signals, which only the main thread gets.
       on_ready: told the address once it can be connected to.
 
     Raises:
-      ConfigError: the address cannot be listened on.
+      ConfigError: the address cannot be listened on, or the certificate not be used.
     """
     stop = asyncio.Event() if stop is None else stop
-    with _listen(config) as listener, contextlib.closing(Server(config, client, tokenizer)) as app:
+    with (
+        _listening(listener or bound(config), config) as listener,
+        contextlib.closing(Server(config, client, tokenizer)) as app,
+    ):
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 
@@ -95,17 +102,62 @@ async def _drain(stop: asyncio.Event, app: Server, server: uvicorn.Server) -> No
         server.should_exit = True
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def bound(config: ServerConfig) -> socket.socket:
+    """A socket that has the config's address and does not listen yet: clients are refused until `serve` serves them.
+
+    For whoever loads a model for minutes before: what is wrong with address and certificate is known at once.
+
+    Raises:
+      ConfigError: the address cannot be had, or the certificate not be used.
+    """
+    _check_certificate(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG, reuse_port=False)
+        # Else an address is taken for minutes after a server on it has ended.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, config.host != "::")  # "::" is every address
+        # Connections inherit it. Event loops set it only on sockets that were made with the protocol's number, and
+        # without it the second write of an answer waits for the client's acknowledgement of the first one, 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((config.host, config.port))
     except OSError as error:
-        what = f"cannot listen on {config.host}, port {config.port}: {error.strerror}"
-        raise ConfigError(f"{what}; choose another --host or --port, or end the program that uses it") from None
-    # Connections inherit it. Event loops set it only on sockets that were made with the protocol's number, and without
-    # it the second write of an answer waits for the client's acknowledgement of the first one, 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.close()
+        raise _not_to_be_had(config, error) from None
+    # Two that have bound an address and do not listen do not see each other, but whoever listens is seen.
     return listener
+
+
+def _listening(listener: socket.socket, config: ServerConfig) -> socket.socket:
+    try:
+        listener.listen(_BACKLOG)
+        return listener
+    except OSError as error:  # another one was quicker
+        listener.close()
+        raise _not_to_be_had(config, error) from None
+
+
+def _not_to_be_had(config: ServerConfig, error: OSError) -> ConfigError:
+    what = f"cannot listen on {config.host}, port {config.port}: {error.strerror}"
+    return ConfigError(f"{what}; choose another --host or --port, or end the program that uses it")
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # Without a password OpenSSL would ask the terminal for that of an encrypted key, and a service has none.
+    password = config.ssl_keyfile_password or ""
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # `ssl.SSLError` is one
+        raise ConfigError(
+            f"the certificate or the key cannot be used: {error}; see --ssl-certfile, --ssl-keyfile, --ssl-ca-certs, "
+            "and, for a key that is encrypted, --ssl-keyfile-password"
+        ) from None
 
 
 def _uvicorn_config(config: ServerConfig, app: Any) -> uvicorn.Config:
@@ -125,10 +177,7 @@ def _uvicorn_config(config: ServerConfig, app: Any) -> uvicorn.Config:
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         **tls,
     )
-    try:
-        made.load()
-    except OSError as error:  # `ssl.SSLError` is one
-        raise ConfigError(f"the certificate or the key cannot be used: {error}; see --ssl-certfile") from None
+    made.load()
     made.http_protocol_class = functools.partial(  # type: ignore[assignment]  # all that is done with it is to call it
         Connection,
         made.http_protocol_class,

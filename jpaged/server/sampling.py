@@ -32,6 +32,7 @@ _SAME: Final = (
 )
 _FIRST_NAME: Final = re.compile(r"\w+")
 _FORM: Final = re.compile(r"^structured\b(?! outputs)")
+_SCHEMA: Final = re.compile(r"^response_format\.json\b")
 
 
 def sampling_params(
@@ -98,7 +99,7 @@ def refusal(error: RequestError, names: Container[str], form: str | None) -> Api
     """
     message = str(error)
     if form is not None and is_refusal(message):
-        return ApiError(400, _FORM.sub(form, message), param=form)
+        return ApiError(400, _SCHEMA.sub("response_format.json_schema.schema", _FORM.sub(form, message)), param=form)
     match = _FIRST_NAME.match(message)
     return ApiError(400, message, param=match[0] if match and match[0] in names else None)
 

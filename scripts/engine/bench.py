@@ -9,6 +9,7 @@ from typing import Any, Final
 import jax
 
 from jpaged import CacheConfig
+from jpaged.accelerators import accelerator_of
 from jpaged.engine import Engine
 from scripts.engine import setup
 from scripts.engine.breakdown import measure_breakdown
@@ -57,9 +58,11 @@ def start(args: argparse.Namespace, results: Results, needs: setup.Needs) -> Sta
     begin = time.perf_counter()
     model, name = setup.make_model(args.model, dtype_of(args), random_weights=args.random_weights, weights=args.weights)
     made = time.perf_counter()
+    device = jax.devices()[0]
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     config = setup.make_config(
         needs,
-        platform=jax.devices()[0].platform,
+        accelerator=accelerator_of(device.platform, device.device_kind, memory),
         budget=args.token_budget,
         buckets=[int(word) for word in args.token_buckets.split(",")] if args.token_buckets else None,
         cache=CacheConfig(page_size=args.page_size, num_pages=args.pages, dtype=args.kv_dtype),
@@ -124,7 +127,7 @@ def make_bench(args: argparse.Namespace, results: Results, started: Started, roo
 
 
 def run_decode(bench: Bench, results: Results, cells: Cells, profiled: Cells, late: Callable[[], bool]) -> None:
-    """Decode steps of all cells, then where the time of some of them goes.
+    """Decode steps of all cells, and where the time of some of them goes.
 
     Args:
       bench, results: of this run.
@@ -133,6 +136,8 @@ def run_decode(bench: Bench, results: Results, cells: Cells, profiled: Cells, la
       late: no time is left for another cell.
     """
     done: list[dict[str, Any]] = []
+    broken_down: list[dict[str, Any]] = []
+    prompts = decode_prompts(cells, bench.engine.vocab_size)
     for cell in measure_decode(bench, cells, late):
         done.append(cell)
         results.add({"decode": {"steps": bench.steps, "cells": done}})
@@ -140,15 +145,12 @@ def run_decode(bench: Bench, results: Results, cells: Cells, profiled: Cells, la
             f"decode {cell['rows']} x {cell['context']}: {cell['ms']} ms {cell['ms_of_each']}, "
             f"{cell['roofline_fraction']:.1%} of the roofline ({cell['roofline_ms']} ms){_beside(cell)}"
         )
-    broken_down: list[dict[str, Any]] = []
-    prompts = decode_prompts(cells, bench.engine.vocab_size)
-    for rows, context in profiled:
-        if late():
-            return
-        scopes = _scopes(bench.engine, rows)
-        broken_down.append(measure_breakdown(bench, rows, context, prompts[context], scopes))
-        results.add({"breakdown": broken_down})
-        _say_breakdown(results, broken_down[-1])
+        rows, context = cell["rows"], cell["context"]
+        if (rows, context) in profiled and not late():
+            scopes = _scopes(bench.engine, rows)
+            broken_down.append(measure_breakdown(bench, rows, context, prompts[context], scopes))
+            results.add({"breakdown": broken_down})
+            _say_breakdown(results, broken_down[-1])
 
 
 def run_load(bench: Bench, results: Results, load: Load) -> None:
@@ -192,8 +194,9 @@ def _beside(found: Mapping[str, Any]) -> str:
 
 
 def _scopes(engine: Engine, rows: int) -> dict[str, str]:
-    """Name scopes of the forward pass that decodes so many rows; it comes from the compilation cache."""
-    shape = next(shape for shape in engine.step_shapes if shape.num_tokens >= rows)
+    """Name scopes of the program that decodes so many rows; it comes from the compilation cache."""
+    enough = [shape for shape in engine.step_shapes if shape.num_tokens >= rows]
+    shape = next((shape for shape in enough if shape.num_steps > 1), enough[0])
     return scopes_of(engine.lower_step(shape).compile().as_text() or "")
 
 

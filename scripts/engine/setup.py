@@ -10,20 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.accelerators import Accelerator
 from jpaged.engine import Engine
 from jpaged.errors import ConfigError
 from jpaged.fetch import fetch
 from jpaged.model_shapes import MODEL_SHAPES
 from jpaged.models import Llama, LlamaConfig, load_model, quantise
+from jpaged.serving_sizes import token_budget
 from jpaged.wheel_models import KNOWN_MODELS
 from scripts.engine.roofline import ModelCost
 from scripts.engine.workloads import Load
 
 # vLLM's figures were taken with as many.
 _MAX_SEQS: Final = 512
-_BUDGET: Final = {"cpu": 512}
-# A prompt then holds up those that decode by some 50 ms on an H200, and steps are hardly padded.
-_DEFAULT_BUDGET: Final = 2048
 # Beside the well-known shapes; for tests, and to try the script on a CPU.
 TINY: Final = LlamaConfig(
     vocab_size=96,
@@ -34,8 +33,6 @@ TINY: Final = LlamaConfig(
     num_key_value_heads=1,
     max_position_embeddings=8192,
 )
-_SMALL: Final = (1, 8, 32, 64, 128, 192, 256, 384, 512)
-_LARGE: Final = (512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,10 @@ class Needs:
     Attributes:
       rows: that a step has, at the most.
       longest: tokens of the longest sequence.
-      cells: batch sizes of decode steps that are measured.
     """
 
     rows: int
     longest: int
-    cells: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -66,7 +61,7 @@ class Needs:
         sizes += [(rows, context + steps + 1) for rows, context in cells]
         sizes += [together] if together else []
         rows, longest = zip(*sizes, strict=True)
-        return cls(max(rows), max(longest), tuple(sorted({rows for rows, _ in cells})))
+        return cls(max(rows), max(longest))
 
 
 def make_model(name: str, dtype: str, *, random_weights: bool, weights: str | None = None) -> tuple[Any, str]:
@@ -95,33 +90,21 @@ def make_model(name: str, dtype: str, *, random_weights: bool, weights: str | No
     return model, name
 
 
-def token_buckets(needs: Needs, budget: int) -> list[int]:
-    """Sizes of steps on an accelerator: fine where a step's time grows with its tokens, and the cells' own.
-
-    Example:
-      >>> token_buckets(Needs(rows=256, longest=2048, cells=(1, 16)), budget=2048)
-      [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048]
-    """
-    small = {size for size in _SMALL if size < needs.rows} | {needs.rows}
-    large = {size for size in _LARGE if needs.rows < size < budget} | {budget}
-    return sorted(small | large | {rows for rows in needs.cells if rows < needs.rows})
-
-
 def make_config(
     needs: Needs,
     *,
-    platform: str,
+    accelerator: Accelerator,
     budget: int | None = None,
     buckets: list[int] | None = None,
     cache: CacheConfig | None = None,
     implementation: str | None = None,
     max_num_seqs: int | None = None,
 ) -> EngineConfig:
-    """The settings of the engine; on a CPU its own buckets, as compiling takes longest there.
+    """The settings of the engine: those of a server on such a chip.
 
     Args:
       needs: of the workloads.
-      platform: jax's.
+      accelerator: the chip.
       budget, buckets, max_num_seqs: tokens of a step, its padded sizes and its rows; `None` chooses.
       cache, implementation: see `EngineConfig`.
 
@@ -129,9 +112,7 @@ def make_config(
       ConfigError: settings contradict each other.
     """
     rows = max_num_seqs or needs.rows
-    budget = budget or max(_BUDGET.get(platform, _DEFAULT_BUDGET), rows)
-    if buckets is None and platform != "cpu":
-        buckets = token_buckets(Needs(rows, needs.longest, needs.cells), budget)
+    budget = budget or token_budget(rows, accelerator)
     if buckets and buckets[-1] < budget:
         raise ConfigError(f"the largest token bucket is {buckets[-1]}, expected at least the budget, {budget}")
     return EngineConfig(

@@ -1,4 +1,4 @@
-"""`measure_start`: seconds from the start of a process until an engine of its own has answered its first request."""
+"""`measure_cold_start`: seconds from the start of a process until an engine of its own answered its first request."""
 
 import os
 import subprocess
@@ -15,22 +15,19 @@ READY: Final = "ready "
 _SCRIPT: Final = Path(__file__).resolve().parents[1] / "bench_engine.py"
 
 
-def measure_start(arguments: Sequence[str], cache: str, *, timeout_s: float) -> dict[str, Any]:
-    """Two processes, one after the other: the first fills an empty compilation cache, the second finds it.
-
-    Must run before this process has jax take the device.
+def measure_cold_start(arguments: Sequence[str], cache: str, *, timeout_s: float) -> float:
+    """A process that fills an empty compilation cache. Must run before this process has jax take the device.
 
     Args:
       arguments: of `bench_engine.py`, so that the processes make the same engine.
       cache: an empty folder.
-      timeout_s: for each process.
+      timeout_s: for the process.
 
     Raises:
-      ConfigError: a process failed; the message has its last lines.
+      ConfigError: the process failed; the message has its last lines.
     """
     environ = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    cold, warm = (_seconds_until_ready(arguments, environ, timeout_s) for _ in range(2))
-    return {"cold_s": round(cold, 2), "warm_s": round(warm, 2)}
+    return _seconds_until_ready(arguments, environ, timeout_s)
 
 
 def compare_start(start: Mapping[str, Any], yardstick: Yardstick) -> dict[str, Any]:

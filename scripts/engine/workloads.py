@@ -7,7 +7,7 @@ azure          the first 1,000 conversations of the Azure trace of at most 8,000
 shared-prefix  256 requests at once: 2,048 shared tokens, 64 of their own, 64 output tokens
 alone          requests of 512 tokens and 128 output tokens, one after the other
 together       as many requests as the engine has rows, at once and one after the other
-start          from the process's start until every step is compiled, twice: without a cache and with one
+start          from the start of a process until an engine answers: without a compilation cache, and with one
 """
 
 from collections.abc import Sequence

@@ -132,8 +132,9 @@ def offline(options: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=_max_model_len(options),
         weights=options.weights,
+        token_buckets=options.token_buckets,
     )
-    others = serve_tpu.EngineChoices(token_buckets=options.token_buckets, load_format=options.load_format)
+    others = serve_tpu.EngineChoices(load_format=options.load_format)
     begin_s = time.monotonic()
     recipe = serve_tpu.make_recipe(options.model, serve_tpu.PlanOptions(), sizes, others, progress=False)
     engine = call(serve_tpu.serve_command.MAKERS[options.load_format], recipe)

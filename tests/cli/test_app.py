@@ -38,21 +38,21 @@ def test_the_command_starts_without_jax() -> None:
 @pytest.mark.parametrize(
     ("args", "exit_code", "words"),
     [
-        (["generate", "x", "--temperature", "3"], 2, "temperature is 3.0"),
-        (["generate", "x", "--top-p", "nan"], 2, "top_p is nan"),
-        (["generate", "x", "--max-tokens", "0"], 2, "max_tokens is 0"),
+        (["generate", "x", "--temperature", "3"], 2, "--temperature is 3.0"),
+        (["generate", "x", "--top-p", "nan"], 2, "--top-p is nan"),
+        (["generate", "x", "--max-tokens", "0"], 2, "--max-tokens is 0"),
         (["generate", "x", "--stop", ""], 2, "stop holds ''"),
-        (["generate", "x", "--page-size", "12"], 2, "page_size is 12"),
-        (["generate", "x", "--max-num-seqs", "0"], 2, "max_num_seqs is 0"),
+        (["generate", "x", "--page-size", "12"], 2, "--page-size is 12"),
+        (["generate", "x", "--max-num-seqs", "0"], 2, "--max-num-seqs is 0"),
         (["generate", "x", "y", "--stream"], 2, "--stream"),
         (["generate", "x", "--stream", "--json"], 2, "--stream"),
         (["generate", "caf\udce9"], 2, "not valid UTF-8 at character 3"),
-        (["chat", "--min-p", "2"], 2, "min_p is 2.0"),
-        (["generate", "x", "--dtype", "int8"], 2, "dtype is 'int8'"),
+        (["chat", "--min-p", "2"], 2, "--min-p is 2.0"),
+        (["generate", "x", "--dtype", "int8"], 2, "--dtype is 'int8'"),
         (["generate", "x", "--weights", "int4"], 2, "weights is 'int4', expected one of int8, fp8"),
         (["info", "--dtype", "float31"], 2, "dtype is 'float31'"),
         (["chat", "--implementation", "cuda"], 2, "implementation is 'cuda'"),
-        (["info", "--num-pages", "1"], 2, "num_pages is 1"),
+        (["info", "--num-pages", "1"], 2, "--num-pages is 1"),
         (["generate", "x", "--model", "./no-such-model"], 1, "no-such-model"),
         (["chat", "--model", "./no-such-model"], 1, "no-such-model"),
         (["info", "./no-such-model"], 1, "no-such-model"),
@@ -122,6 +122,22 @@ def test_ctrl_c_is_one_line_and_exit_code_130(tiny_folder: Path) -> None:
         _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert errors == "jpaged: interrupted\n"
+
+
+INTERRUPTED = """
+import sys, threading
+import jpaged.cli
+threading.Thread(target=threading.Event().wait).start()  # as one that compiles: it does not look at signals
+sys.modules["jpaged.cli.app"].app = lambda **_: sys.exit(130)
+print("told", end="")
+jpaged.cli.main()
+"""
+
+
+def test_after_ctrl_c_no_thread_is_waited_for() -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    child = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    assert (child.returncode, child.stdout) == (130, "told")
 
 
 def test_a_reader_that_goes_away_is_quiet(tiny_folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_neither_jax_nor_matplotlib_is_needed(config_file: Path) -> None:
         (["llama-3-70b", "--memory", "141GB"], 2, "weights in bfloat16 141.11 GB"),
         (["llama-3-8b", "--memory", "141"], 2, "the memory is too small"),
         (["llama-3-8b", "--memory", "141 G"], 2, "the memory is '141 G'"),
-        (["llama-3-8b", "--memory", "141GB", "--page-size", "12"], 2, "page_size is 12"),
+        (["llama-3-8b", "--memory", "141GB", "--page-size", "12"], 2, "--page-size is 12"),
         (["llama-3-8b", "--memory", "141GB", "--dtype", "int8"], 2, "dtype is 'int8'"),
         (["llama-3-8b", "--memory", "141GB", "--lengths", "many"], 2, "lengths are 'many'"),
         (["llama-3-8b", "--memory", "141GB", "--lengths", "trace:nowhere"], 2, "nowhere does not exist"),

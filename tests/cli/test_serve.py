@@ -1,8 +1,11 @@
 """`jpaged serve`: what it refuses, what it decides, how it ends."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,18 +18,38 @@ from tests.cli.conftest import PATIENCE_S, SMALL, started
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--max-requests", "0"), "max_requests is 0"),
-        (("--policy", "lottery"), "policy is 'lottery'"),
-        (("--warmup", "late"), "warmup is 'late'"),
-        (("--api-key", "short"), "8 to 512"),
-        (("--ssl-keyfile", "x"), "both ssl_keyfile and ssl_certfile"),
-        (("--max-num-batched-tokens", "3"), "at least max_num_seqs"),
+        (("--max-requests", "0"), "--max-requests is 0"),
+        (("--policy", "lottery"), "--policy is 'lottery'"),
+        (("--warmup", "late"), "--warmup is 'late'"),
+        (("--api-key", "short"), "--api-key has a key that is not 8 to 512"),
+        (("--served-model-name", ""), "--served-model-name is ['']"),
+        (("--ssl-keyfile", __file__, "--ssl-certfile", __file__), "cannot be used"),
+        (("--ssl-keyfile", "x"), "both --ssl-keyfile and --ssl-certfile"),
+        (("--max-num-batched-tokens", "3"), "at least --max-num-seqs"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(jpaged, options, words) -> None:
     result = jpaged("serve", "/nowhere", *options)
     assert result.exit_code == 2, result.output
     assert words in result.stderr
+
+
+def test_a_taken_port_is_refused_before_anything_is_loaded(jpaged) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = jpaged("serve", "/nowhere", "--port", taken.getsockname()[1])
+    assert result.exit_code == 2, result.output
+    assert "Address already in use; choose another --host or --port" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_log_ends_no_server(monkeypatch) -> None:
+    from jpaged.cli.serve import say
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        say("listening")
+        with contextlib.suppress(OSError):  # what is left in its buffer
+            full.close()
 
 
 @pytest.mark.parametrize("empty", ["", "  "])

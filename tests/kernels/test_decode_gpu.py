@@ -1,17 +1,19 @@
 """The Mosaic GPU kernel: lowered for CUDA anywhere, compared with the dense reference where a Hopper GPU is."""
 
+import dataclasses
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels import attend_and_write, paged_attention, plan_attention
+from jpaged.pallas_kernels import PageSpec, attend_and_write, paged_attention, plan_attention
 from jpaged.pallas_kernels.compat import current_gpu, jax_version
 from jpaged.pallas_kernels.reference import paged_attention_reference
-from jpaged.pallas_kernels.tuning import scale_box
+from jpaged.pallas_kernels.tuning import choose_gpu_blocks, scale_box
 from tests.arg_specs import ArgSpec, Inputs, make_inputs
 from tests.kernels.hlo import pool_copies
 
@@ -40,6 +42,7 @@ _PLAIN_SPECS = (
     spec("mixed", **_MIXED),
     spec("window", **_MIXED, sliding_window=100),
     spec("window_of_one", sliding_window=1),
+    spec("large_scores", scale=1.5),  # a later block's may be far above all before
     spec("soft_cap", soft_cap=3.0),
     spec("sinks", **_MIXED, sinks=True),
     spec("everything", **_MIXED, scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True),
@@ -135,6 +138,55 @@ def test_equal_layers_share_a_lowered_kernel() -> None:
 
 
 @needs_jax_011
+def test_work_lists_of_announced_layers_are_made_once() -> None:
+    inputs = make_inputs(GPU_SPECS[0])
+    heads, kv_heads = inputs.q.shape[1], inputs.kv_pages.spec.num_kv_heads
+
+    def attend(q, kv_pages, meta, announced: tuple, count: int):
+        meta = plan_attention(meta, kv_pages.spec, layers=announced)
+        assert set(meta.work.lists) == {(heads, kv_heads, window or 0) for _, window in announced}
+        for _ in range(count):
+            q = paged_attention(q, kv_pages, meta, implementation="mosaic_gpu")
+        return q
+
+    def sums(announced: tuple, count: int) -> int:  # a list has some
+        op = partial(attend, announced=announced, count=count)
+        with jax.sharding.use_abstract_mesh(abstract_hopper()):
+            return str(jax.make_jaxpr(op)(inputs.q, inputs.kv_pages, inputs.meta)).count("name=cumsum")
+
+    once = sums(((heads, None),), 3)
+    assert once > 0
+    assert sums((), 1) == once
+    assert sums((), 2) > once
+    assert sums(((heads, None), (heads, 64)), 0) > once
+    with jax.sharding.use_abstract_mesh(abstract_hopper()), pytest.raises(ValueError, match="multiple of num_kv_heads"):
+        plan_attention(inputs.meta, inputs.kv_pages.spec, layers=[(0, None)])
+
+
+@needs_jax_011
+@pytest.mark.parametrize(
+    ("page_size", "columns"), [(8, [16, 17, 18, 19, 20, 21, 22, 23]), (24, [5, 5, 6, 6, 6, 7, 7, 7])]
+)
+def test_first_pages_are_those_of_the_first_blocks(page_size: int, columns: list[int]) -> None:
+    """A worker that begins at slot 128 of row 1, one at the last block of row 0, and one without work."""
+    from jpaged.pallas_kernels import gpu_plan as plan
+    from jpaged.pallas_kernels.attention_gpu import find_first_pages
+
+    spec = PageSpec(64, page_size, 2, 128, jnp.bfloat16, "mosaic_gpu")
+    blocks = dataclasses.replace(choose_gpu_blocks(128, 132), consumers=1, num_blocks=3)
+    table = jnp.arange(48, dtype=jnp.int32).reshape(2, 24) + 7
+    meta = dataclasses.replace(make_inputs(GPU_SPECS[0]).meta, work=SimpleNamespace(blocks=blocks, page_table=table))
+    records = np.zeros((5, plan.RECORD), np.int32)
+    records[0, [plan.ROW, plan.KV_START, plan.POSITION, plan.NUM_TOKENS]] = 1, 128, 190, 2
+    records[1, [plan.ROW, plan.KV_START, plan.POSITION, plan.NUM_TOKENS]] = 0, 64, 64, 1
+    found = np.asarray(find_first_pages(jnp.asarray(records), spec, meta))
+    assert found.shape == (3, 8)
+    np.testing.assert_array_equal(found[0], table[1, np.array(columns)])
+    np.testing.assert_array_equal(found[1], table[0, 64 // page_size])  # past the row's end its last page
+    np.testing.assert_array_equal(found[2], table[0, 0])
+
+
+@needs_jax_011
 def test_what_the_kernel_does_not_run_goes_to_xla_or_is_refused() -> None:
     inputs = make_inputs(ArgSpec("float32", (1,), (9,), head_dim=64, page_size=16))
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
@@ -170,7 +222,7 @@ def check(inputs: Inputs, spec: ArgSpec, attend=attend) -> tuple[np.ndarray, np.
     out, lse = attend(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
     out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
     expected, expected_lse = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
-    # The weights, at most 1, are rounded to 16 bits before they meet V (some 4 at most), and the sum is once more.
+    # The weights are rounded to 16 bits before they meet V (some 4 at most), and the sum is once more.
     np.testing.assert_allclose(out, expected, rtol=2**-8, atol=4 * 2**-9)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
     live = sum(spec.q_lens)

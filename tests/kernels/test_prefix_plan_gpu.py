@@ -169,6 +169,7 @@ def check(meta: PagedMetadata) -> list[tuple[list[int], int]]:
                 member = records[record[plan.TOKEN] + nth]
                 unit = records[member[plan.FOLLOWING] + head]
                 assert (unit[plan.TOKEN], unit[plan.HEAD]) == (member[plan.TOKEN], head)
+                assert unit[plan.ROW] == member[plan.ROW]
                 assert unit[plan.SHARED_PIECES] == record[plan.PIECES]
                 columns = (kv[-1] + BLOCK - 1) // PAGE + 1
                 assert (page_table[unit[plan.ROW], :columns] == page_table[record[plan.ROW], :columns]).all()

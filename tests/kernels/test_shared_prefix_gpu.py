@@ -60,7 +60,8 @@ SHARED_SPECS = (
     shared("page_of_8", _SIX, (_rows(6), 512), page_size=8),
     shared("page_of_24", _SIX, (_rows(6), 500), page_size=24),
     shared("page_of_128", _SIX, (_rows(6), 512), page_size=128),
-    shared("window", _SIX, (_rows(6), 512), sliding_window=100),
+    shared("window", _SIX, (_rows(6), 512), sliding_window=1400),  # the plan finds them, and the layer does not ask
+    shared("pages_left_behind", _SIX, (_rows(6), 512), sliding_window=100, shares=0),
     shared("int8", _SIX, (_rows(6), 512), page_dtype="int8", shares=0),
     shared("several_tokens", (*_SIX, 700, 600), (_rows(6), 512), q_lens=(1,) * 6 + (2, 3), pad_rows=4),
     shared("mixed", (*_SIX, 700, 600), (_rows(6), 512), q_lens=(1,) * 6 + (70, 30), pad_tokens=5, **_OTHERS),
@@ -113,3 +114,24 @@ def test_equals_reference_and_repeats_bit_by_bit(shared: SharedSpec, monkeypatch
         again, lse_again = attend(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(spec))
         np.testing.assert_array_equal(out, again.astype(jnp.float32))
         np.testing.assert_array_equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["two_groups", "long_prefix", "head_dim_64"])
+def test_a_prefix_that_is_found_undone_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jpaged.pallas_kernels import prefix_join_gpu  # needs jax 0.11
+
+    monkeypatch.setattr(prefix_plan_gpu, "STEP_BLOCKS", 0)
+    shared = next(x for x in SHARED_SPECS if x.spec.name == name)
+    inputs, results = make_shared_inputs(shared), []
+    for looks in (prefix_join_gpu.LAST_LOOKS, 0):
+        monkeypatch.setattr(prefix_join_gpu, "FIRST_LOOKS", looks)
+        monkeypatch.setattr(prefix_join_gpu, "LAST_LOOKS", looks)
+        jax.clear_caches()  # nothing else says that another kernel is to be made
+        attend = jax.jit(
+            partial(paged_attention, return_lse=True, implementation="mosaic_gpu"), static_argnames=_STATIC
+        )
+        results.append(attend(inputs.q, inputs.kv_pages, inputs.meta, **inputs.options(shared.spec)))
+    (out, lse), (late_out, late_lse) = results
+    np.testing.assert_array_equal(out.astype(jnp.float32), late_out.astype(jnp.float32))
+    np.testing.assert_array_equal(lse, late_lse)

@@ -5,16 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels import best_parts, split_product
-from jpaged.pallas_kernels.split_product import num_parts, sum_parts
+from jpaged.pallas_kernels import gated_product, split_product
+from jpaged.pallas_kernels.split_product import cut_product, num_parts, sum_parts
 from tests.kernels.test_decode_gpu import abstract_hopper
+
+
+def operands(rows: tuple[int, ...], depth: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Integers, so that sums are exact."""
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.integers(-8, 8, shape) for shape in ((*rows, depth), (depth, columns)))
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(kernel, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_the_sum_of_parts_is_the_product(parts: int) -> None:
-    rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.integers(-8, 8, shape), jnp.bfloat16) for shape in ((2, 3, 16), (16, 24)))
-    product = split_product(x, kernel, parts)
+    x, kernel = operands((2, 3), 16, 24)
+    product = cut_product(x, kernel, parts)
     assert product.shape == (2, 3, 24) if parts == 1 else (parts, 2, 3, 24)
     whole = product if parts == 1 else sum_parts(product, jnp.bfloat16)
     np.testing.assert_array_equal(whole, x @ kernel)
@@ -31,7 +37,13 @@ def test_parts_fill_the_chip_and_are_not_too_short() -> None:
 
 
 def test_nothing_is_cut_but_for_a_gpu() -> None:
-    kernel = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    assert best_parts(2, kernel) == 1
+    x, kernel = operands((3,), 4096, 64)
+    np.testing.assert_array_equal(split_product(x, kernel), x @ kernel)
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
-        assert best_parts(2, kernel) == 4
+        assert jax.eval_shape(split_product, x, kernel).shape == (4, 3, 64)
+
+
+def test_the_gated_product_is_that_of_its_halves() -> None:
+    x, kernel = operands((2, 3), 16, 24)
+    expected = jax.nn.silu(x @ kernel[:, :12]) * (x @ kernel[:, 12:])
+    np.testing.assert_array_equal(gated_product(x, kernel), expected)

@@ -61,7 +61,7 @@ def test_a_table_is_read_once(tmp_path: Path) -> None:
             [{**CHOICE, "units": 1, "sizes": {"warps": 4}}],
             "warps is no size; expected some of consumers, stages, full_share",
         ),
-        ([{**CHOICE, "sizes": {"stages": 0}}], "stages is 0; expected an integer from 1 to 8, a multiple of 1"),
+        ([{**CHOICE, "sizes": {"stages": 0}}], "stages is 0; expected an integer from 2 to 8, a multiple of 1"),
         ([{**CHOICE, "sizes": {"stages": True}}], "stages is True; expected an integer"),
         ([{**CHOICE, "sizes": {"consumers": 5}}], "consumers is 5; expected an integer from 1 to 4"),
         ([{**CHOICE, "sizes": {}}], "sizes are {}; expected some of consumers, stages, full_share"),

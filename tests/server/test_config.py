@@ -25,6 +25,7 @@ from jpaged.server import ServerConfig
         ({"ssl_ca_certs": __file__}, "without ssl_certfile"),
         ({"ssl_keyfile": __file__, "ssl_certfile": "/nowhere"}, "which is no file"),
         ({"ssl_cert_reqs": 7}, "ssl_cert_reqs is 7"),
+        ({"ssl_cert_reqs": 2}, "ssl_cert_reqs is 2, expected ssl_ca_certs with it"),
     ],
 )
 def test_wrong_settings_are_named(settings, words) -> None:
@@ -47,21 +48,3 @@ def test_secrets_are_not_shown() -> None:
 )
 def test_who_can_reach_it(host, is_local) -> None:
     assert ServerConfig(models=["tiny"], host=host).is_local == is_local
-
-
-def test_a_server_speaks_tls(tokenizer, tmp_path) -> None:
-    """A certificate is not needed to see that the settings reach uvicorn: a wrong one is refused at start."""
-    import asyncio
-
-    from jpaged.server import serve
-    from tests.server.fake_client import FakeClient
-
-    wrong = tmp_path / "wrong.pem"
-    wrong.write_text("this is no certificate")
-
-    async def start() -> None:
-        config = ServerConfig(models=["tiny"], port=0, ssl_keyfile=str(wrong), ssl_certfile=str(wrong))
-        await serve(config, FakeClient(tokenizer), tokenizer)
-
-    with pytest.raises(ConfigError, match="certificate or the key cannot be used"):
-        asyncio.run(start())

@@ -1,7 +1,11 @@
 """`Connection`: who is dropped, and when."""
 
 import asyncio
+import json
+import socket
 from typing import Any, cast
+
+import pytest
 
 from jpaged.server.connection import Connection
 
@@ -51,6 +55,33 @@ def test_a_client_that_sends_nothing_is_dropped():
         await dropped(transport)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("first", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n"])
+def test_a_head_without_an_end_is_dropped(server, first):
+    """The first of a connection, and one behind a request that is being served."""
+    body = b'{"prompt": "ab"}'
+    if first:
+        first = first % (b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)) + body
+    server.do(server.client.gate.clear)
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(first)
+        if first:
+            server.wait_until(lambda: server.client.num_live == 1)
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"x" * 2**26)
+    server.wait_until(lambda: server.client.num_live == 0)
+    server.do(server.client.gate.set)
+
+
+def test_long_bodies_and_heads_behind_them_are_no_heads_without_an_end(server):
+    body = json.dumps({"prompt": "ab", "user": "x" * 2**21, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall((head % len(body) + body) * 2 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200") == 3
 
 
 def test_a_client_that_reads_slowly_gets_its_whole_answer():

@@ -182,12 +182,12 @@ def test_a_client_that_leaves_ends_its_requests(server, stream, prompt) -> None:
 def test_who_sends_no_request_and_who_reads_nothing_is_dropped(start, monkeypatch) -> None:
     from jpaged.server import run
 
-    def listen(config, listen=run._listen):
-        listener = listen(config)
+    def bound(config, bound=run.bound):
+        listener = bound(config)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return listener
 
-    monkeypatch.setattr(run, "_listen", listen)
+    monkeypatch.setattr(run, "bound", bound)
     monkeypatch.setattr(run, "_LEAST_REQUEST_S", 0.1)
     with start(keep_alive_s=0, send_timeout_s=0.1) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -3,15 +3,19 @@
 import json
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
+from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.server.api_error import ApiError
 from jpaged.server.door import Door
 from jpaged.server.door_worker import DoorWorker
 from jpaged.server.parameters import Limits
 from jpaged.server.reception import LARGE_BODY_BYTES
+from jpaged.tokenizer import Tokenizer
+from tests.server.fake_client import FakeClient
+from tests.server.running import running
+from tests.tiny_vocabs import byte_level_metadata
 
 LIMITS = Limits(
     models=("tiny",),
@@ -26,8 +30,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture(scope="module")
-def worker(tokenizer_folder: Path):
-    worker = DoorWorker(tokenizer_folder, LIMITS, timeout_s=60)
+def worker(tokenizer: Tokenizer):
+    worker = DoorWorker(tokenizer, LIMITS, timeout_s=60)
     yield worker
     worker.close()
 
@@ -63,8 +67,8 @@ def test_a_template_that_takes_all_memory_is_stopped(worker) -> None:
     assert json.loads(worker.read("tokenize", body(prompt="a")))["count"] == 1
 
 
-def test_a_worker_that_takes_too_long_is_replaced(tokenizer_folder) -> None:
-    worker = DoorWorker(tokenizer_folder, LIMITS, timeout_s=0.2)
+def test_a_worker_that_takes_too_long_is_replaced(tokenizer) -> None:
+    worker = DoorWorker(tokenizer, LIMITS, timeout_s=0.2)
     try:
         loop = "{% for i in range(2000) %}{{ ('a' * 16000000).replace('a', 'b') | length }}{% endfor %}"
         with pytest.raises(ApiError, match=r"takes longer than 0\.2 s"):
@@ -81,16 +85,26 @@ def test_a_worker_that_dies_is_replaced(worker) -> None:
     assert json.loads(worker.read("tokenize", body(prompt="ab")))["count"] == 2
 
 
-def test_large_bodies_go_to_the_worker(start) -> None:
-    with start() as server:
+@pytest.mark.parametrize("vocabulary", ["of a folder", "made up", "none"])
+def test_large_bodies_go_to_the_worker(tokenizer, vocabulary) -> None:
+    """Whatever the model's vocabulary came from: the decoder of JSON would hold up everything else for seconds."""
+    made_up = Tokenizer(gguf_vocabulary(byte_level_metadata(), "made up"), "made up")
+    made_up.apply_chat_template([{"role": "user", "content": "x"}], chat_template="{{ messages[0].content }}")
+    served = {"of a folder": tokenizer, "made up": made_up, "none": None}[vocabulary]
+
+    async def make() -> FakeClient:
+        return FakeClient(tokenizer)
+
+    with running(make, served) as server:
         others = set(multiprocessing.active_children())
-        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == (400 if served is None else 200)
         assert set(multiprocessing.active_children()) <= others
         large = LARGE_BODY_BYTES
         for path, field in (("/v1/completions", {"prompt": [3] * large}), ("/tokenize", {"prompt": "x" * large})):
             response = server.http.post(path, json=field)
             assert response.status_code == 400
-            assert "maximum context length" in response.json()["error"]["message"]
+            words = "maximum context length" if served or path != "/tokenize" else "no tokenizer"
+            assert words in response.json()["error"]["message"]
         (worker,) = set(multiprocessing.active_children()) - others
         assert worker.name == "door"
     assert worker not in multiprocessing.active_children(), "it outlived the server"

@@ -77,6 +77,9 @@ def test_metrics(start, vllm) -> None:
             "num_requests_waiting",
             "num_preemptions_total",
             "prefix_cache_hits_total",
+            "spec_decode_num_drafts_total",
+            "spec_decode_num_draft_tokens_total",
+            "spec_decode_num_accepted_tokens_total",
         ):
             assert (name, "tiny") in values
         info = (

@@ -1,5 +1,6 @@
 """What is refused, by which status, with which words."""
 
+import gzip
 import json
 import re
 
@@ -46,6 +47,8 @@ CASES = [
     (COMPLETIONS, {"stop_token_ids": [300]}, "stop_token_ids", r"stop_token_ids\[0\] is 300"),
     (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias", "the key 'x'"),
     (COMPLETIONS, {"logit_bias": {"300": 1}}, "logit_bias", "the key '300'"),
+    (COMPLETIONS, {"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "the key '07'"),
+    (COMPLETIONS, {"logit_bias": {"1" * 5000: 1}}, "logit_bias", "the key '1111"),
     (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias", r"logit_bias\[1\] is 101"),
     (COMPLETIONS, {"logit_bias": {f"{i}": 1 for i in range(301)}}, "logit_bias", "at most 300"),
     (COMPLETIONS, {"seed": -1}, "seed", "integer in"),
@@ -85,6 +88,12 @@ CASES = [
         "expected one",
     ),
     (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    (
+        COMPLETIONS,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "\ud800"}}}},
+        "response_format",
+        r"^response_format\.json_schema\.schema holds half of a surrogate pair",
+    ),
     (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format", r"response_format.type is 'xml'"),
     (CHATS, {"messages": []}, "messages", "1 to 4096"),
     (CHATS, {"messages": None}, "messages", "missing"),
@@ -170,6 +179,7 @@ def test_at_most_ten_problems_are_told_in_few_words(server) -> None:
         {"prompt": {SECRET: SECRET}},
         {"prompt": SECRET * 100},
         {"prompt": SECRET, "max_tokens": 10**6},
+        {"prompt": "a", "suffix": SECRET},  # the other half of a prompt
     ],
 )
 def test_prompts_are_not_repeated_in_errors(server, body) -> None:
@@ -213,6 +223,12 @@ def test_bodies_that_are_no_json(server, content, words) -> None:
 def test_other_content_types_are_refused(server) -> None:
     response = server.http.post(COMPLETIONS, content=b"prompt=a", headers={"content-type": "text/plain"})
     assert (response.status_code, response.json()["error"]["type"]) == (415, "UnsupportedMediaTypeError")
+
+
+def test_compressed_bodies_are_refused(server) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = server.http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert (response.status_code, response.json()["error"]["message"][:22]) == (415, "the body is compressed")
 
 
 def test_wrong_models_paths_and_methods(server) -> None:

@@ -1,0 +1,128 @@
+"""The Mosaic GPU kernel of a layer of few rows: lowered anywhere, run where a Hopper GPU is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.models.layers import Block, run_in_kernels
+from jpaged.pallas_kernels import LayerWeights, after_attention, layer_plan
+from jpaged.pallas_kernels.compat import jax_version
+from jpaged.pallas_kernels.layer import after_attention_xla
+from tests.kernels.test_decode_gpu import abstract_hopper
+from tests.models.paged import tiny_config
+
+if jax_version() < (0, 11):
+    pytest.skip("the kernel needs jax 0.11", allow_module_level=True)
+
+# Tokens, and hidden, attended, intermediate and projected columns: SmolLM2's; parts of unequal length; several tokens.
+SHAPES = ((1, 576, 576, 1536, 960), (1, 320, 192, 448, 256), (5, 576, 576, 1536, 960))
+DEVICE_SHAPES = (*SHAPES, (3, 576, 576, 1536, 960), (16, 960, 960, 2560, 1600), (1, 4096, 4096, 14336, 6144))
+
+
+def inputs(tokens: int, hidden: int, attended: int, intermediate: int, projected: int, dtype: str = "bfloat16"):
+    rng = np.random.default_rng(hidden)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** (len(shape) - 1) ** 0.5, dtype)
+
+    def scale():
+        return jnp.asarray(1 + 0.1 * rng.standard_normal(hidden), dtype)
+
+    kernels = normal(attended, hidden), scale(), normal(hidden, 2 * intermediate), normal(intermediate, hidden)
+    weights = LayerWeights(*kernels, scale(), normal(hidden, projected))
+    x, out = (jnp.asarray(rng.standard_normal((tokens, n), np.float32), dtype) for n in (hidden, attended))
+    return x, out, weights
+
+
+def last_layer(weights: LayerWeights) -> LayerWeights:
+    return LayerWeights(weights.o, weights.mlp_scale, weights.gate_up, weights.down, None, None)
+
+
+def two_layers(x, attended, weights):
+    """Both forms of the kernel, the second on what the first gives and with its count."""
+    arrivals = jnp.zeros(1, jnp.int32)
+    plan, last_plan = layer_plan(len(x), weights), layer_plan(len(x), last_layer(weights))
+    assert plan is not None
+    assert last_plan is not None
+    x, _, projected, arrivals = after_attention(x, attended, weights, arrivals, eps=1e-5, plan=plan)
+    columns = projected.sum(axis=0)[:, : attended.shape[1]].astype(x.dtype)
+    y, delta, _, _ = after_attention(x, columns, last_layer(weights), arrivals, eps=1e-5, plan=last_plan)
+    return x, projected.sum(axis=0), y, delta.sum(axis=0)
+
+
+def two_layers_xla(x, attended, weights):
+    x, _, projected = after_attention_xla(x, attended, weights, 1e-5)
+    y, delta, _ = after_attention_xla(x, projected[:, : attended.shape[1]], last_layer(weights), 1e-5)
+    return x, projected, y, delta
+
+
+def test_lowers_for_cuda_and_layers_share_it() -> None:
+    x, attended, weights = jax.eval_shape(lambda: inputs(*SHAPES[2]))
+
+    def layers(x, attended, weights):
+        arrivals, plan = jnp.zeros(1, jnp.int32), layer_plan(len(x), weights)
+        for _ in range(3):
+            x, _, projected, arrivals = after_attention(x, attended, weights, arrivals, eps=1e-5, plan=plan)
+            attended = projected[0, :, : attended.shape[1]].astype(x.dtype)
+        return x, projected, arrivals
+
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        text = jax.jit(layers).trace(x, attended, weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @after_attention_gpu") == 3
+    assert text.count("custom_call @mosaic_gpu") <= 2  # the first layer's operands are arguments and not results
+
+
+def test_a_model_runs_few_tokens_by_it() -> None:
+    config = tiny_config(hidden_size=64, intermediate_size=128, num_attention_heads=2, head_dim=64)
+    blocks = [Block(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16) for _ in range(3)]
+    seen = []
+
+    def attend(qkv):
+        seen.append(qkv.shape[-2:])
+        return qkv.reshape(-1, *qkv.shape[-3:]).sum(axis=0)[:, :2].astype(jnp.bfloat16), len(seen)
+
+    def layers(x):
+        run = run_in_kernels(blocks, x, [attend] * 3)
+        return None if run is None else (run[0], run[1])
+
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        x = jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)
+        text = jax.jit(layers).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert layers(jnp.ones((1000, 64), jnp.bfloat16)) is None
+    assert text.count("call @after_attention_gpu") == 3
+    assert seen == [(6, 64)] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, "bfloat16") for shape in DEVICE_SHAPES), (SHAPES[2], "float16")]
+)
+def test_equals_xla(shape: tuple[int, ...], dtype: str) -> None:
+    arguments = inputs(*shape, dtype=dtype)
+    run = jax.jit(two_layers)
+    got, again = run(*arguments), run(*arguments)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arguments)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(two_layers_xla)(*wide)
+    rounded = jax.jit(two_layers_xla)(*arguments)
+    for found, repeated, exact, xla in zip(got, again, expected, rounded, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(repeated, np.float32))
+        found, exact, xla = (np.asarray(x, np.float64) for x in (found, exact, xla))
+        error, usual = (np.sqrt(np.mean((x - exact) ** 2)) for x in (found, xla))
+        assert error <= 1.25 * usual + 1e-6, f"{error=} {usual=}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_rows_do_not_see_each_other() -> None:
+    x, attended, weights = inputs(*SHAPES[2])
+    run = jax.jit(two_layers)
+    whole = run(x, attended, weights)
+    changed = run(x.at[2].set(jnp.nan), attended, weights)
+    for before, after in zip(whole, changed, strict=True):
+        others = np.arange(len(x)) != 2
+        np.testing.assert_array_equal(np.asarray(before, np.float32)[others], np.asarray(after, np.float32)[others])
+        assert np.isnan(np.asarray(after, np.float32)[2]).all()
