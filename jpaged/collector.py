@@ -118,7 +118,8 @@ class Collector:
             live = self._live.get(seq.request.request_id)
             if live is not None and live.scheduled_s is None:
                 live.scheduled_s = now
-        self.metrics.step(plan.num_tokens)
+        for _ in range(plan.num_steps):
+            self.metrics.step(plan.num_tokens)
 
     def take_news(self) -> StreamNews:
         """What came for the requests that stream deltas since the last call."""

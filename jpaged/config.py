@@ -350,5 +350,6 @@ class EngineConfig:
         shapes = [StepShape(t, min(t, rows), p) for t in tokens for p in pages]
         if (steps := self.decode_steps or 1) > 1:
             few = min(seqs, MAX_DECODE_STEP_ROWS)
-            shapes += [StepShape(t, t, p, steps) for t in tokens for p in pages if t <= few]
+            sizes = [t for t in tokens if t <= few] or [few]
+            shapes += [StepShape(t, t, p, steps) for t in sizes for p in pages]
         return tuple(shapes)

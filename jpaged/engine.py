@@ -316,13 +316,14 @@ class Engine:
         counter = self._counter
         counter.pack_s += packed_at - moved_at
         counter.dispatch_s += time.perf_counter() - packed_at - compile_s
-        use, num_padded = pool_use(self._memory, self._scheduler), shape.num_tokens - plan.num_tokens
-        counts = {"num_rows": plan.num_seqs, "num_tokens": plan.num_tokens, "num_padded": num_padded}
-        counter.count_step(use, **counts, times=plan.num_steps)
+        more = 0 if plan.num_more is None else int(plan.num_more.sum())
+        counts = {"num_rows": plan.num_seqs + more, "num_tokens": plan.num_tokens + more, "times": plan.num_steps}
+        padded, use = shape.num_tokens * plan.num_steps - counts["num_tokens"], pool_use(self._memory, self._scheduler)
+        counter.count_step(use, num_padded=padded, **counts)
 
     def _end_all(self, interrupt: KeyboardInterrupt) -> None:
         """After Ctrl-C, which may come between any two lines of a step: ends all requests, then looks what is whole."""
-        steps = tuple(self._in_flight)
+        steps, self._failure = tuple(self._in_flight), interrupt  # which holds if another one comes
         try:
             self._collector.drop_all()
             self._in_flight.clear()
@@ -333,8 +334,7 @@ class Engine:
             jax.block_until_ready([step.outputs.token_ids for step in steps])  # which read the packer's buffers
         except Exception:
             whole = False
-        if not whole:  # torn: pages were donated and not received back, or taken and not entered anywhere
-            self._failure = interrupt
+        self._failure = None if whole else interrupt  # torn: pages were donated and not received, or taken and lost
 
     def _collect(self) -> list[Output]:
         start = time.perf_counter()

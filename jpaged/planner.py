@@ -106,7 +106,7 @@ class Planner:
             for place in np.flatnonzero(~decodes).tolist():
                 decodes[place] = self._may_decode(running.seqs[place], lacking, rows)
         rows.count_decoding()
-        rows.leave(self._num_prompt_tokens(rows.budget, lacking))
+        rows.leave(self._num_prompt_tokens(rows.num_tokens, rows.budget, lacking))
         for seq in lacking:
             if seq.status is RUNNING and rows.budget:
                 self._plan_chunk(seq, rows)
@@ -121,7 +121,7 @@ class Planner:
                     self._plan_chunk(seq, rows)
             lacking += [seq for seq in admitted if self._queues.num_pages_due(seq)]
 
-    def _num_prompt_tokens(self, budget: int, lacking: list[Sequence]) -> int:
+    def _num_prompt_tokens(self, num_taken: int, budget: int, lacking: list[Sequence]) -> int:
         """How many tokens of prompts a step takes, at the most.
 
         A step is padded to a compiled size. Where somebody has to wait for a turn anyway, prompts are cut so that the
@@ -130,10 +130,11 @@ class Planner:
         it may leave the step smaller than expected, and so padded.
 
         Args:
-          budget: tokens that are left beside decoding rows.
+          num_taken: tokens of decoding rows.
+          budget: tokens that are left beside them.
           lacking: sequences that run and lack more than a token.
         """
-        queues, taken = self._queues, self._max_num_tokens - budget
+        queues, taken = self._queues, num_taken
         wanted = sum(min(seq.num_tokens - seq.num_computed_tokens, self._chunk) for seq in lacking)
         free = queues.num_free_rows
         for group in itertools.chain(queues.preempted, queues.waiting):

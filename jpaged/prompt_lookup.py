@@ -61,7 +61,7 @@ class PromptLookup:
           tokens: of the sequence, all of them; those that were entered before have not changed.
         """
         before, last, shortest, factor = self._before, self._last, self._shortest, _FACTOR
-        if not last and len(tokens) >= _MANY:
+        if not last and len(tokens) >= max(_MANY, shortest):
             self._enter_all(tokens)
             return
         for end in range(len(before), len(tokens) + 1):

@@ -155,6 +155,7 @@ class RunningRows:
 def _is_plain(seq: Sequence) -> bool:
     params = seq.request.params
     adjusted = params.uses_penalties or params.logit_bias or params.min_tokens or params.allowed_token_ids is not None
-    filters = params.top_k > 1 or params.top_p < 1 or params.min_p > 0
+    draws = params.temperature > 0 and params.top_k != 1  # else the likeliest token, which no filter takes out
+    filters = draws and (params.top_k > 1 or params.top_p < 1 or params.min_p > 0)
     told = params.logprobs is not None or params.num_sequences > params.n or seq.group.beam is not None
     return not (adjusted or filters or told) and seq.mask_position is None

@@ -363,12 +363,15 @@ class Scheduler:
         params = seq.request.params
         structured = seq.mask_position is not None  # its mask allows no end too early, unless the form leaves no other
         may_stop = structured or len(seq.tokens) - 1 - seq.num_prompt_tokens >= params.min_tokens
+        planned, seq.num_computed_tokens = seq.num_computed_tokens, min(seq.num_computed_tokens, len(seq.tokens) - 1)
         if may_stop and token in self._eos_token_ids and (structured or not params.ignore_eos):
             self.finish(seq, "stop")
         elif may_stop and token in params.stop_token_ids:
             self.finish(seq, "stop", token)
         elif len(seq.tokens) >= seq.limit:
             self.finish(seq, "length")
+        else:  # it goes on; what ended may have ended on the device too, which then left its last token uncomputed
+            seq.num_computed_tokens = planned
 
     def _update_rarely(
         self, plan: StepPlan, row: int, token: int, candidates: Callable[[int], Candidates] | None

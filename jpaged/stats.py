@@ -124,11 +124,11 @@ class StatsCounter:
     update_s: float = 0.0
 
     def count_step(self, use: PoolUse, *, num_rows: int, num_tokens: int, num_padded: int, times: int = 1) -> None:
-        """Counts a step, or several that are alike."""
+        """Counts a step, or the rows, tokens and padding of several of one program together."""
         self.num_steps += times
-        self.num_step_rows += times * num_rows
-        self.num_step_tokens += times * num_tokens
-        self.num_padded_tokens += times * num_padded
+        self.num_step_rows += num_rows
+        self.num_step_tokens += num_tokens
+        self.num_padded_tokens += num_padded
         self.wasted_fraction_sum += times * use.wasted_fraction
         if use.pages_used > self.peak.pages_used:
             self.peak = use

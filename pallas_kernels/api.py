@@ -75,6 +75,7 @@ def plan_attention(
             spec.page_size,
             narrow=meta.positions.shape[0] <= meta.kv_lens.shape[0],
             units=meta.kv_lens.shape[0] * spec.num_kv_heads,
+            group=max((heads // spec.num_kv_heads for heads, _ in layers), default=1),
         )
         from .attention_gpu import with_lists  # needs jax 0.11
 

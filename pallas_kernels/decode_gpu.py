@@ -149,6 +149,11 @@ def attend(
     swapped = (narrow or quantized) and not sharing  # the tile of shared units has room for narrow ones
     own_rows = plan.TILE_ROWS if sharing else rows
     fitting = fit_stages(head_dim, pages.dtype.itemsize, page_size, blocks.consumers, own_rows, swapped=swapped)
+    if fitting < 2:  # the scores of a block are asked for before the block ahead of it is given back: it would hang
+        raise NotImplementedError(
+            f"{blocks.consumers} consumers with tiles of {own_rows} rows have room for {fitting} stages, of 2 that are "
+            "needed; say at plan_attention how many query heads there are (layers=)"
+        )
     blocks = dataclasses.replace(blocks, stages=min(blocks.stages, fitting))
     transforms = (
         plgpu.TilingTransform((8, blocks.swizzle // q.dtype.itemsize)),

@@ -1,5 +1,6 @@
 """`after_attention`: what follows a layer's attention, up to the projection of the next one's, for few rows."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,15 @@ def layer_plan(tokens: int, weights: LayerWeights) -> LayerPlan | None:
     if dtype.itemsize != 2 or {x.dtype for x in jax.tree.leaves(weights)} != {dtype}:
         return None
     gpu = current_gpu()
-    if gpu is None or norm_implementation(None, dtype, hidden) != "mosaic_gpu":
+    if gpu is None or _is_under_mps() or norm_implementation(None, dtype, hidden) != "mosaic_gpu":
         return None
     projected = None if weights.qkv is None else weights.qkv.shape[1]
     return plan_layer(tokens, hidden, weights.o.shape[0], weights.down.shape[0], projected, gpu.multiprocessors)
+
+
+def _is_under_mps() -> bool:
+    """Whether processes may share a GPU's multiprocessors, so that a kernel's blocks might never run all at once."""
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or os.path.exists("/tmp/nvidia-mps/control")
 
 
 def after_attention(
@@ -70,7 +76,13 @@ def after_attention(
     Returns:
       the stream; f32 parts of what is still to be added to it, for the last layer, else `None`; f32 parts of the next
       projection, or `None`; and `arrivals`.
+
+    Raises:
+      ValueError: x, attended and the weights are not all of one dtype.
     """
+    dtypes = sorted({array.dtype.name for array in jax.tree.leaves(weights)})
+    if dtypes != [x.dtype.name] or attended.dtype != x.dtype:  # the kernel would take the bits of one for another
+        raise ValueError(f"{x.dtype=} {attended.dtype=}, weights of {', '.join(dtypes)}; expected one dtype")
     from .layer_gpu import after_attention_gpu  # needs jax 0.11
 
     with jax.named_scope("after_attention"):

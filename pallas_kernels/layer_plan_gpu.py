@@ -107,7 +107,7 @@ def cut(tokens: int, inputs: int, outputs: int, blocks: int) -> Product | None:
     if inputs % WIDTH or outputs % WIDTH:
         return None
     columns, best = -(-tokens // 8) * 8, None
-    for parts in range(1, min(_MAX_PARTS, inputs // WIDTH) + 1):
+    for parts in range(1, min(_MAX_PARTS, inputs // WIDTH, blocks) + 1):
         product = Product(inputs, outputs, parts)
         if product.longest * columns * WIDTH * 2 > _ROW_BYTES:
             continue
@@ -138,7 +138,7 @@ def plan_layer(
     shapes = [(attended, hidden), (hidden, 2 * intermediate), (intermediate, hidden)]
     shapes += [] if projected is None else [(hidden, projected)]
     is_small = 2 * sum(inputs * outputs for inputs, outputs in shapes) <= _SMALL_BYTES
-    if tokens > (MAX_TOKENS_OF_SMALL if is_small else MAX_TOKENS):
+    if tokens > min(blocks, MAX_TOKENS_OF_SMALL if is_small else MAX_TOKENS):  # a block norms a row at most
         return None
     products = [cut(tokens, *shape, blocks) for shape in shapes]
     found = [product for product in products if product is not None]

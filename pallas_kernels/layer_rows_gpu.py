@@ -44,12 +44,14 @@ _ROWS_REF = plgpu.RefType(ROW_TRANSFORMS)
 _THREADS, _PIECE = 128, 8
 _PIECES = WIDTH // _PIECE  # of a box's row
 _AT_ONCE = 8  # pieces of a thread whose loads are in flight together
+_LONGEST_WAIT_NS = 2_000_000_000  # for the other blocks, which come within microseconds
 
 
 def wait_for_all(arrivals_ref, block, blocks: int) -> None:
     """Returns when all blocks have come here, and what each stored before is seen by all.
 
-    One counter serves all calls: the blocks' counts add up to its highest bit, which so turns over each time.
+    One counter serves all calls: the blocks' counts add up to its highest bit, which so turns over each time. A block
+    that waits for two seconds ends the kernel with an error.
     """
 
     @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
@@ -66,9 +68,14 @@ def wait_for_all(arrivals_ref, block, blocks: int) -> None:
                 result_types=ir.IntegerType.get_signless(32),
                 has_side_effects=True,
             )
+            # If blocks cannot all run at once, as where another process has some multiprocessors, none of them would
+            # ever return: an error says so, and a hang does not. The clock is read so seldom that no usual wait does.
             utils.inline_ptx(
-                "{ .reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.b32 now, [$0]; xor.b32 now, now, $1; "
-                "setp.ge.s32 p, now, 0; @p bra again; }",
+                "{ .reg .pred p; .reg .b32 now, turns; .reg .b64 began, time; mov.b32 turns, 0; mov.b64 began, 0; "
+                "again: ld.acquire.gpu.global.b32 now, [$0]; xor.b32 now, now, $1; setp.lt.s32 p, now, 0; @p bra done; "
+                "add.s32 turns, turns, 1; and.b32 now, turns, 1023; setp.ne.s32 p, now, 0; @p bra again; "
+                "mov.u64 time, %globaltimer; setp.eq.s64 p, began, 0; @p mov.b64 began, time; "
+                f"sub.s64 time, time, began; setp.lt.s64 p, time, {_LONGEST_WAIT_NS}; @p bra again; trap; done: }}",
                 pointer,
                 before,
                 has_side_effects=True,

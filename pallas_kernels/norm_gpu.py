@@ -32,7 +32,7 @@ def _add_rms_norm(x, delta, scale, *, eps: float, parts: int, interpret: Any):
         loaded = [moves.load(delta_ref, part * tokens + row, columns) for part in range(parts)]
         factors = moves.load(scale_ref, 0, columns)
         added = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in loaded))
-        if parts > 1:  # as a product that is not cut is rounded
+        if parts > 1 or delta.dtype != x.dtype:  # as a product that is not cut is rounded; one part is f32, too
             added = added.astype(x.dtype).astype(jnp.float32)
         y = (stream.astype(jnp.float32) + added).astype(x.dtype)
         moves.store(sum_ref, row, columns, y)

@@ -112,6 +112,7 @@ def choose_gpu_blocks(
     *,
     narrow: bool = True,
     units: int = 0,
+    group: int = 1,
 ) -> GPUBlocks:
     """The tiles of a step: those of the rules, or what the table of the GPU in use has instead (`tuned_blocks`).
 
@@ -119,8 +120,9 @@ def choose_gpu_blocks(
       itemsize: bytes of a value in the pages.
       narrow: whether the step's shape is that of a decode step.
       units: KV heads times rows of the step, live or not.
+      group: query heads of a KV head, the most of any layer, as far as they are known.
     """
-    blocks = rule_gpu_blocks(head_dim, multiprocessors, itemsize, page_size, narrow=narrow, units=units)
+    blocks = rule_gpu_blocks(head_dim, multiprocessors, itemsize, page_size, narrow=narrow, units=units, group=group)
     return tuned("decode", blocks, head_dim=head_dim, itemsize=itemsize, units=units) if narrow else blocks
 
 
@@ -132,6 +134,7 @@ def rule_gpu_blocks(
     *,
     narrow: bool = True,
     units: int = 0,
+    group: int = 1,
 ) -> GPUBlocks:
     """The tiles that fit: two consumers with three stages or more each, else one; four for large steps of 8-bit decode.
 
@@ -151,7 +154,7 @@ def rule_gpu_blocks(
     few_rows = narrow and itemsize == 1 and head_dim % 64 == 0
     many = few_rows and head_dim <= 128 and units >= 3 * multiprocessors
     for consumers in (4, 2, 1) if many else (2, 1):
-        rows = NARROW_ROWS if few_rows else TILE_ROWS
+        rows = -(-group // NARROW_ROWS) * NARROW_ROWS if few_rows else TILE_ROWS
         stages = fit_stages(head_dim, itemsize, page_size, consumers, rows, swapped=itemsize == 1)
         if stages >= 3:
             break

@@ -81,10 +81,8 @@ class _Call:
         return [(block * self.tiles + n) * self.tile.rows for n in range(self.tiles)]
 
     def load(self, rows, ref, start, heads: Heads):
-        """A tile, of the sum of all parts."""
+        """A tile, of the sum of all parts, rounded: one part alone is f32, too."""
         pairs = [rows.load(ref, start, heads, part * self.num_tokens) for part in range(self.parts)]
-        if self.parts == 1:
-            return pairs[0]
         return tuple(functools.reduce(jnp.add, halves).astype(self.dtype) for halves in zip(*pairs, strict=True))
 
     def rotate_queries(self, block, q, cos, sin, out) -> None:
@@ -139,7 +137,7 @@ def write(
         of the first, then all of the second [parts * T, C]; q is `None` if only K and V are to be written.
       cos, sin: of the rope, or both `None`.
       heads: where in their columns the heads of q, k and v are; none of q, if there is no q.
-      dtype: that the sum of parts is rounded to.
+      dtype: that the sum of parts is rounded to, of one part, too; `None` for that of k.
       tiles: of a block, or `None` for as many as suit the size.
 
     Returns:
@@ -147,7 +145,7 @@ def write(
     """
     tile = Tile(spec.head_dim, spec.head_dim // 2 if cos is None else cos.shape[1])
     q_heads, k_heads, v_heads = heads
-    tokens, dtype = k.shape[0] // parts, k.dtype if parts == 1 else dtype
+    tokens, dtype = k.shape[0] // parts, k.dtype if dtype is None else dtype
     if tiles is None:
         launch = tokens * (q_heads.count + k_heads.count) // tile.rows
         tiles = 1 if launch <= _SMALL else _TILES

@@ -72,6 +72,7 @@ def _sum_lines(plan: ServingPlan, one: Division) -> list[str]:
     notes: Mapping[str, str] = {
         "weights": f"{plan.config.num_parameters:,} in {_weights(plan)}{of} ({option})",
         "sampler's state": f"{one.max_num_seqs} sequences (--max-num-seqs)",
+        "step's outputs": "logits and the like, kept from step to step",
         "step's inputs": f"{one.max_num_batched_tokens:,} tokens, page table of {one.page_buckets[-1]:,} pages a row",
         "temporaries": "of the largest step; an estimate",
         "programs": f"{len(one.step_shapes)} compiled steps; an estimate",

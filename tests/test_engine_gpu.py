@@ -15,6 +15,8 @@ from flax import nnx
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.engine import Engine
 from jpaged.models import Llama
+from jpaged.models.layers import weights_after
+from jpaged.pallas_kernels import layer_plan
 from jpaged.pallas_kernels.compat import current_gpu
 from jpaged.request import SamplingParams
 from tests.fakes import tiny_config
@@ -47,8 +49,12 @@ def test_the_kernel_serves_what_xla_would():
     gpu = current_gpu()
     if gpu is None or not gpu.is_hopper:
         pytest.skip("needs a Hopper GPU")
-    config = tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=64)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = tiny_config(**heads, hidden_size=64, intermediate_size=128)
     model = Llama(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
+    weights = weights_after(*model.layers)
+    assert weights is not None
+    assert layer_plan(4, weights) is not None  # so decode steps go through the layers' kernel
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
     engine, outputs = serve(model, None, [(prompt, params) for prompt in PROMPTS])
     assert engine.implementation == "mosaic_gpu"

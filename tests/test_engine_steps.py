@@ -75,10 +75,24 @@ def test_what_comes_after_a_stop_is_dropped(single, several):
         assert answers(several, requests) == expected
         # What was cached of a sequence that stopped is its own text, and not what the device went on with.
         again = [
-            ([*prompt, *found[0][0]], params(max_tokens=4))
+            ([*prompt, *found[0][0], 3, 9], params(max_tokens=4))  # the next turn reads the token that ended this one
             for (prompt, _), found in zip(requests, expected, strict=True)
         ]
         assert answers(several, again) == answers(single, again, cold=True)
+
+
+def test_the_next_turn_finds_no_token_that_the_device_left_uncomputed(single, several):
+    prompt, draws = [5, 4, 3, 2, 1, 0, 7, 7, 7], {"temperature": 1.5, "seed": 1}
+    (whole,) = tokens_of(serve(single, [(prompt, params(**draws))], cold=True))
+    for place in range(4, 12):
+        serve(several, [([11] * 40, params())], cold=True)  # pages hold something else
+        requests = [(prompt, params(**draws, stop_token_ids=[whole[place]]))]
+        (answer,) = tokens_of(serve(several, requests, cold=True))
+        turn = [([*prompt, *answer, 3, 9, 20, 33], params(max_tokens=4, logprobs=0))]
+        (found,), (expected,) = serve(several, turn), serve(single, turn, cold=True)
+        assert found.num_cached_tokens >= len(prompt)
+        told = [[token.logprob for token in output.completions[0].logprobs] for output in (found, expected)]
+        assert told[0] == pytest.approx(told[1], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
-from jpaged.pallas_kernels.tuning import HEAD_DIMS, choose_gpu_blocks, fit_stages, shape_objection
+from jpaged.pallas_kernels.tuning import HEAD_DIMS, TILE_ROWS, choose_gpu_blocks, fit_stages, shape_objection
 from jpaged.pallas_kernels.xla_plan import plan_xla
 
 BLOCK, HEADS, GROUP, WORKERS = 64, 3, 4, 24
@@ -169,7 +169,10 @@ def test_tiles_fit_shared_memory(head_dim: int, units: int, itemsize: int, narro
     assert blocks.consumers * (tiles + rows * head_dim * 2) < 227 * 1024
     assert blocks.stages >= 3
     assert blocks.num_workers == 132 * blocks.consumers
-    assert 1 <= fit_stages(head_dim, itemsize, 24, blocks.consumers, 64, swapped=True) <= blocks.stages
+    for group in range(1, TILE_ROWS + 1):
+        blocks = choose_gpu_blocks(head_dim, 132, itemsize, narrow=narrow, units=units, group=group)
+        rows = -(-group // 8) * 8 if itemsize == 1 and narrow else TILE_ROWS
+        assert fit_stages(head_dim, itemsize, 16, blocks.consumers, rows, swapped=itemsize == 1) >= 2
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged.models import Llama
 from jpaged.models.layers import Block, run_in_kernels
-from jpaged.pallas_kernels import LayerWeights, after_attention, layer_plan
-from jpaged.pallas_kernels.compat import jax_version
+from jpaged.pallas_kernels import LayerWeights, PagedMetadata, after_attention, layer, layer_plan, make_pages
+from jpaged.pallas_kernels.compat import GPU, jax_version
 from jpaged.pallas_kernels.layer import after_attention_xla
+from jpaged.pallas_kernels.layer_plan_gpu import plan_layer
 from tests.kernels.test_decode_gpu import abstract_hopper
 from tests.models.paged import tiny_config
 
@@ -93,6 +95,59 @@ def test_a_model_runs_few_tokens_by_it() -> None:
         assert layers(jnp.ones((1000, 64), jnp.bfloat16)) is None
     assert text.count("call @after_attention_gpu") == 3
     assert seen == [(6, 64)] * 3
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114])
+def test_a_model_whose_projection_has_one_part_keeps_its_dtype(monkeypatch, multiprocessors: int) -> None:
+    """With the attention that a model has: what the kernel gives as one part of f32 is rounded by who takes it."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    config = tiny_config(num_attention_heads=2, num_key_value_heads=1, **shape)
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(model)
+    monkeypatch.setattr(layer, "current_gpu", lambda: GPU("NVIDIA H100", "9.0", multiprocessors))
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    meta = PagedMetadata(
+        page_table=array(1, 4),
+        kv_lens=array(1),
+        cu_q_lens=array(2),
+        positions=array(1),
+        slot_mapping=array(1),
+        num_decode=array(),
+        num_seqs=array(),
+    )
+
+    def run(state, tokens, pages, meta):
+        return nnx.merge(graph, state)(tokens, pages, meta)
+
+    assert plan_layer(1, 128, 128, 256, 256, multiprocessors).qkv.parts == 1
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        specs = model.page_specs(num_pages=9, page_size=16, dtype="bfloat16", implementation="mosaic_gpu")
+        pages = jax.eval_shape(lambda: [make_pages(spec) for spec in specs])
+        traced = jax.jit(run).trace(state, array(1), pages, meta)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.out_info[0].dtype == jnp.bfloat16
+    assert text.count("call @after_attention_gpu") == 2
+    assert text.count("call @attend(") == 2
+
+
+def test_shapes_are_left_to_xla_under_mps(monkeypatch) -> None:
+    _, _, weights = jax.eval_shape(lambda: inputs(*SHAPES[0]))
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        assert layer_plan(1, weights) is not None
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
+        assert layer_plan(1, weights) is None
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_refuses_activations_of_another_dtype(which: int) -> None:
+    *arrays, weights = inputs(*SHAPES[1])
+    plan = plan_layer(*SHAPES[1], 132)
+    arrays[which] = arrays[which].astype(jnp.float32)
+    with pytest.raises(ValueError, match=r"float32.*weights of bfloat16; expected one dtype"):
+        after_attention(*arrays, weights, jnp.zeros(1, jnp.int32), eps=1e-5, plan=plan)
 
 
 @pytest.mark.gpu

@@ -51,3 +51,12 @@ def test_shapes_that_are_not_taken():
     assert plan_layer(1, 576, 576, 1536, None, 132).qkv is None
     assert plan_layer(1, 32, 64, 64, 64, 132) is None
     assert plan_layer(1, 64, 64, 96, 64, 132) is None
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 8, 15, 16])
+def test_a_slice_of_a_gpu_has_a_block_for_each_row_and_part(blocks):
+    taken = [tokens for tokens in range(1, 17) if plan_layer(tokens, 576, 576, 1536, 960, blocks) is not None]
+    assert taken == list(range(1, blocks + 1))
+    for tokens in taken:
+        for product in plan_layer(tokens, 576, 576, 1536, 960, blocks).products:
+            assert product.lanes(blocks) >= 1

@@ -60,6 +60,14 @@ def test_interpreted_it_adds_up_parts(tokens: int, size: int, dtype: str) -> Non
     assert_equal_but_for_a_rounding(got, jax.jit(add_rms_norm_xla, static_argnums=3)(x, delta, scale, 1e-5))
 
 
+def test_interpreted_it_rounds_one_part() -> None:
+    x, delta, scale = inputs(*SHAPES[0])
+    between = delta.astype(jnp.float32) * (1 + 2.0**-10)  # rounds to what delta is
+    with no_races():
+        got = jax.block_until_ready(add_rms_norm_gpu(x, between[None], scale, 1e-5, interpret=interpret_params()))
+    assert_equal_but_for_a_rounding(got, jax.jit(add_rms_norm_xla, static_argnums=3)(x, delta, scale, 1e-5))
+
+
 def lowered(op, *arguments) -> str:
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
         return jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -141,6 +141,24 @@ def test_heads_are_read_at_offsets_of_a_fused_projection(q_lens: tuple[int, ...]
     assert_equal_bits(kv_pages.data[1:], expected_pages.data[1:])
 
 
+def test_one_part_is_rounded_before_anything_else() -> None:
+    """A product that is not cut is one part in f32: q, K and V are to be of the model's dtype all the same."""
+    inputs, rope = make_inputs(CASES[0].spec), CASES[0].rope
+    exact = fused(inputs).astype(jnp.float32)
+    between = exact * (1 + 2.0**-10)  # rounds to what `exact` is, but its turned values would not
+    assert_equal_bits(between.astype(jnp.bfloat16), fused(inputs))
+    with no_races():
+        q, kv_pages = jax.block_until_ready(
+            write_gpu.rotate_and_write_qkv_gpu(
+                between[None], inputs.pages_before, inputs.meta, rope, dtype=jnp.bfloat16, interpret=interpret_params()
+            )
+        )
+    expected_q, expected_pages = expected(inputs, rope)
+    assert q.dtype == jnp.bfloat16
+    assert_equal_bits(q, expected_q)
+    assert_equal_bits(kv_pages.data[1:], expected_pages.data[1:])
+
+
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_a_fused_projection_goes_into_the_kernel_as_it_is(tokens: int) -> None:
     """Nothing is cut off before the kernel, for a token alone neither; and parts are not added up before it."""
@@ -262,12 +280,12 @@ def test_the_pool_is_not_copied(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [None, 1, 4])
 @params(argvalues=[c for c in DEVICE_CASES if c.half not in (None, 3)])
-def test_a_fused_projection_equals_xla(case: Case, parts: int) -> None:
+def test_a_fused_projection_equals_xla(case: Case, parts: int | None) -> None:
     inputs = make_inputs(case.spec)
     qkv, dtype = fused(inputs), None
-    if parts > 1:  # quarters are exact
+    if parts is not None:  # quarters are exact
         qkv, dtype = jnp.stack([qkv.astype(jnp.float32) / parts] * parts), qkv.dtype
     op = jax.jit(write_gpu.rotate_and_write_qkv_gpu, static_argnames="dtype")
     q, kv_pages = op(qkv, inputs.pages_before, inputs.meta, case.rope, dtype=dtype)
