@@ -118,8 +118,7 @@ class Collector:
             live = self._live.get(seq.request.request_id)
             if live is not None and live.scheduled_s is None:
                 live.scheduled_s = now
-        for _ in range(plan.num_steps):
-            self.metrics.step(plan.num_tokens)
+        self.metrics.step(plan.num_tokens, plan.num_steps)
 
     def take_news(self) -> StreamNews:
         """What came for the requests that stream deltas since the last call."""

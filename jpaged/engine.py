@@ -137,7 +137,7 @@ class Engine:
             self._memory,
             max_model_len=plan.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            token_buckets=sorted({shape.num_tokens for shape in self.step_shapes}),
+            token_buckets=sorted({shape.num_tokens for shape in self.step_shapes if shape.num_steps == 1}),
             speculation=config.speculation and Speculation(config.speculation, self.step_shapes, self.device.platform),
             decode_steps=config.decode_steps or 1,
         )

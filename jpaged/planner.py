@@ -68,7 +68,7 @@ class Planner:
         self._awaits_guesses = False
         self._decode_steps = decode_steps
         few = min(config.max_num_seqs, MAX_DECODE_STEP_ROWS)
-        self._few_rows = max((size for size in token_buckets if size <= few), default=0)
+        self._few_rows = max((size for size in token_buckets if size <= few), default=few)  # as `step_shapes` has them
         self._page_size = memory.allocator.page_size
 
     def plan(self) -> StepPlan | None:
@@ -134,7 +134,7 @@ class Planner:
           budget: tokens that are left beside them.
           lacking: sequences that run and lack more than a token.
         """
-        queues, taken = self._queues, num_taken
+        queues = self._queues
         wanted = sum(min(seq.num_tokens - seq.num_computed_tokens, self._chunk) for seq in lacking)
         free = queues.num_free_rows
         for group in itertools.chain(queues.preempted, queues.waiting):
@@ -145,7 +145,7 @@ class Planner:
             wanted += min(seq.num_tokens - seq.num_computed_tokens, self._chunk)
         else:
             return budget
-        fitting = [size - taken for size in self._token_buckets if size <= taken + min(wanted, budget)]
+        fitting = [size - num_taken for size in self._token_buckets if size <= num_taken + min(wanted, budget)]
         return fitting[-1] if fitting and 0 < wanted <= 2 * fitting[-1] else budget
 
     def _waits(self, speculation: Speculation) -> bool:

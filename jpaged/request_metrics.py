@@ -47,9 +47,9 @@ class RequestMetrics:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
-    def step(self, num_tokens: int) -> None:
-        """A step of so many tokens, padding not counted, was dispatched."""
-        self._histograms["iteration_tokens_total"].observe(num_tokens)
+    def step(self, num_tokens: int, times: int = 1) -> None:
+        """So many steps of so many tokens each, padding not counted, were dispatched."""
+        self._histograms["iteration_tokens_total"].observe(num_tokens, times)
 
     def gap(self, seconds: float, times: int) -> None:
         """So many requests got tokens so long after those before."""

@@ -363,15 +363,19 @@ class Scheduler:
         params = seq.request.params
         structured = seq.mask_position is not None  # its mask allows no end too early, unless the form leaves no other
         may_stop = structured or len(seq.tokens) - 1 - seq.num_prompt_tokens >= params.min_tokens
-        planned, seq.num_computed_tokens = seq.num_computed_tokens, min(seq.num_computed_tokens, len(seq.tokens) - 1)
+        reason: FinishReason = "stop"
+        stop_reason = None
         if may_stop and token in self._eos_token_ids and (structured or not params.ignore_eos):
-            self.finish(seq, "stop")
+            pass
         elif may_stop and token in params.stop_token_ids:
-            self.finish(seq, "stop", token)
+            stop_reason = token
         elif len(seq.tokens) >= seq.limit:
-            self.finish(seq, "length")
-        else:  # it goes on; what ended may have ended on the device too, which then left its last token uncomputed
-            seq.num_computed_tokens = planned
+            reason = "length"
+        else:
+            return
+        # It may have ended on the device too, between steps of one program, which then left its last token uncomputed.
+        seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.tokens) - 1)
+        self.finish(seq, reason, stop_reason)
 
     def _update_rarely(
         self, plan: StepPlan, row: int, token: int, candidates: Callable[[int], Candidates] | None

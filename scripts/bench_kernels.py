@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -38,7 +37,7 @@ from jpaged.pallas_kernels.quantization import quantize
 from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts import peers
 from scripts.markdown import measured, table
-from scripts.measuring import Failure, measure_all
+from scripts.measuring import Failure, arguments_on_gpu, measure_all
 from scripts.report import print_json, print_table
 
 READ_ROOF = 4.41e12  # bytes a second: a sum over 2 GiB, the fastest read seen on an H200
@@ -308,15 +307,11 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="five cells of the first table only")
     parser.add_argument("--xla", action="store_true", help="also time the XLA implementation, on three cells")
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
+        return
     page_sizes = [int(size) for size in arguments.page_sizes.split(",")]
     models = [(32, 8, 128)] if arguments.quick else list(PEERS)
     jobs = make_jobs(models, page_sizes, quick=arguments.quick, xla=arguments.xla)

@@ -11,7 +11,6 @@ table and a last line of JSON.
 
 import argparse
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from jpaged.models.layers import Block, run_in_kernels
 from jpaged.pallas_kernels.split_product import sum_parts
 from scripts.bench_kernels import median_us
 from scripts.markdown import measured, table
-from scripts.measuring import Failure, measure_all
+from scripts.measuring import Failure, arguments_on_gpu, measure_all
 from scripts.report import print_json, print_table
 
 KINDS = ("xla", "apart", "kernel")
@@ -106,15 +105,11 @@ def render(record: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time a layer of few tokens without its attention.")
     parser.add_argument("--quick", action="store_true", help="1 and 8 tokens only")
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
+        return
     jobs = [
         (model, tokens, kind)
         for model in LAYERS

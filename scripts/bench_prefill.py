@@ -11,7 +11,6 @@ scores that the causal mask leaves. Prints tables and a last line of JSON.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from jpaged.pallas_kernels.pages import QUANTIZED_DTYPES
 from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts.bench_kernels import make_pool, make_tables, median_us
 from scripts.markdown import measured, table
-from scripts.measuring import Failure, measure_all
+from scripts.measuring import Failure, arguments_on_gpu, measure_all
 from scripts.report import print_json, print_table
 
 CELLS = ((1, 4096, 4096), (8, 1024, 1024), (4, 1024, 8192), (16, 512, 2048))  # rows, new tokens and all tokens of each
@@ -193,15 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time paged prefill attention.")
     parser.add_argument("--page-sizes", default="16", help="comma-separated; those after the first on the first heads")
     parser.add_argument("--quick", action="store_true", help="two cells of the first heads only")
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
+        return
     jobs = make_jobs([int(size) for size in arguments.page_sizes.split(",")], quick=arguments.quick)
     found: dict[int, dict[str, Any]] = {}
     for nth, times in measure_all(prepare_cell, jobs):

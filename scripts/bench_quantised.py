@@ -11,7 +11,6 @@ and a last line of JSON.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from jpaged.pallas_kernels.cost import attention_cost
 from jpaged.pallas_kernels.reference import paged_attention_reference
 from scripts.bench_kernels import READ_ROOF, make_metadata, make_pool, make_tables, prepare_cell
 from scripts.markdown import measured, table
-from scripts.measuring import Failure, measure_all
+from scripts.measuring import Failure, arguments_on_gpu, measure_all
 from scripts.report import print_json, print_table
 
 CELLS = ((8, 8192), (32, 4096), (128, 1024), (128, 4096), (256, 1024))
@@ -76,14 +75,10 @@ def render(record: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode attention over int8 and fp8 pages.")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
+        return
     pools = {dtype: (dtype, arguments.page_size, KV_HEADS, HEAD_DIM) for dtype in DTYPES}
     jobs: list[tuple] = []
     for pool in pools.values():

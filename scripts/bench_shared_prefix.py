@@ -13,7 +13,6 @@ is the largest one between the outputs of the two lists after the chain. Prints 
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from jpaged.pallas_kernels import PagedMetadata, PageSpec, plan_attention
 from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts.bench_kernels import make_metadata, make_pool, median_us
 from scripts.markdown import measured, table
-from scripts.measuring import Failure, measure_all
+from scripts.measuring import Failure, arguments_on_gpu, measure_all
 from scripts.report import print_json, print_table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -220,14 +219,10 @@ def render(record: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode attention of rows that share a prefix.")
     parser.add_argument("--page-size", type=int, default=16, help="token slots of a page (default 16)")
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
-        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU's memory
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
+        return
     results = bench(arguments.page_size)
     print_table("Decode, rows that share a prefix", COLUMNS, lines(results["decode"]))
     print_table("Decode, nothing shared", ["rows x tokens", "us"], plain_lines(results["decode"]))

@@ -26,6 +26,7 @@ from jpaged.pallas_kernels.kv_write import write_kv_xla
 from jpaged.pallas_kernels.rope import Rope, apply_rope
 from scripts.bench_kernels import POOL_BYTES, replay
 from scripts.markdown import measured, table
+from scripts.measuring import arguments_on_gpu
 from scripts.report import print_json, print_table
 
 COPY_ROOF = 4.27e12  # bytes a second, read and written, of a device-to-device copy on an H200
@@ -196,13 +197,9 @@ def render(record: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the KV write with its rotation.")
     parser.add_argument("--quick", action="store_true", help="a few sizes, in less than a minute")
-    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
-    arguments = parser.parse_args()
-    if arguments.render:
-        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
+    arguments = arguments_on_gpu(parser, render)
+    if arguments is None:
         return
-    if jax.default_backend() != "gpu":
-        sys.exit("needs a GPU; jax found none")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     pages = {implementation: bench_pages(implementation) for implementation in ("mosaic_gpu", "xla")}
     results = bench_layers(QUICK if arguments.quick else CELLS)

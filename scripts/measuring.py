@@ -4,7 +4,9 @@ Nearly all of a bench's time is tracing, lowering and compiling, most of it in P
 other.
 """
 
+import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import queue
@@ -12,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -20,6 +23,28 @@ class Failure:
     """What a job raised, as text."""
 
     error: str
+
+
+def arguments_on_gpu(parser: argparse.ArgumentParser, render: Callable[[dict], str]) -> argparse.Namespace | None:
+    """The arguments of a bench on a GPU, with `--render FILE` added; `None` if that was asked for, and is printed.
+
+    Args:
+      parser: knows the bench's own arguments.
+      render: a record of the bench as Markdown.
+
+    Raises:
+      SystemExit: jax finds no GPU.
+    """
+    parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
+    arguments = parser.parse_args()
+    if arguments.render:
+        print(render(json.loads(arguments.render.read_text(encoding="utf-8"))), end="")
+        return None
+    import jax  # not above: whoever prepares in a process of its own may not have imported it
+
+    if jax.default_backend() != "gpu":
+        sys.exit("needs a GPU; jax found none")
+    return arguments
 
 
 def measure_all(

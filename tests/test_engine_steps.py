@@ -112,6 +112,14 @@ def test_rows_that_ask_for_more_are_served_too(single, several, other):
     assert answers(several, requests) == answers(single, requests, cold=True)
 
 
+def test_they_have_a_shape_where_all_buckets_are_larger(single):
+    wide = make_engine(tiny_llama(), decode_steps=STEPS, token_buckets=(64,))
+    assert [shape.num_steps for shape in wide.step_shapes] == [1, STEPS]
+    requests = list(zip(PROMPTS, PLAIN, strict=True))
+    assert num_calls(wide, requests[:1]) < num_calls(single, requests[:1]) / 2
+    assert answers(wide, requests) == answers(single, requests, cold=True)
+
+
 def test_a_pool_that_is_too_small_preempts_as_ever(single):
     tight = make_engine(tiny_llama(), decode_steps=STEPS, num_pages=10, length=32)
     rows = [(prompt, {"temperature": 0.9, "seed": index}) for index, prompt in enumerate(PROMPTS)]
