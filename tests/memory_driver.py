@@ -1,5 +1,6 @@
 """Sequences in a memory manager, without a scheduler: they start, compute what they have, and end."""
 
+import gc
 import itertools
 import sys
 from collections.abc import Callable
@@ -65,7 +66,10 @@ def end(memory: MemoryManager, *seqs: Sequence) -> None:
 
 
 def num_lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call executes: what it costs, whatever the machine does meanwhile."""
+    """Lines of Python that a call executes: what it costs, whatever the machine does meanwhile.
+
+    The collector waits: it would run finalizers and callbacks of whatever else the process holds.
+    """
     count = 0
 
     def trace(frame, event, arg):
@@ -73,10 +77,13 @@ def num_lines_run(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jpaged.engine_client import EngineClient, RequestStream
 from jpaged.errors import EngineFailedError, RequestError
 from jpaged.request import Output
-from jpaged.server.admission import Admission
+from jpaged.server.admission import Admission, Place
 from jpaged.server.answer import whole_answer
 from jpaged.server.api_error import ApiError, compact_json
 from jpaged.server.body import BodyReader, ClientLeftError
@@ -77,7 +77,7 @@ class Generation:
             prefix = "cmpl-" if name == "completions" else "chatcmpl-"
             answer_id = prefix + (request.name or _header_name(scope) or uuid.uuid4().hex)
             with self.live.named(answer_id, len(request.prompts), tenant) as names:
-                run = _Run(self, request, tenant, answer_id, names, arrival_s)
+                run = _Run(self, request, tenant, place, answer_id, names, arrival_s)
                 try:
                     await while_connected(receive, run.stream(send) if request.stream else run.whole(send))
                 except ClientLeftError:
@@ -112,11 +112,12 @@ class _Run:
         generation: Generation,
         request: GenerationRequest,
         tenant: Tenant,
+        place: Place,
         answer_id: str,
         names: Sequence[str],
         arrival_s: float,
     ) -> None:
-        self._generation, self._request, self._tenant = generation, request, tenant
+        self._generation, self._request, self._tenant, self._place = generation, request, tenant, place
         self._answer_id, self._names, self._arrival_s = answer_id, names, arrival_s
         self._naming: dict[str, Any] = {"answer_id": answer_id, "created": int(time.time()), "model": generation.model}
         self.status = 500
@@ -158,7 +159,7 @@ class _Run:
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"content-type", b"application/json"), length, self._id_header()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await self._send_last(send, body)
 
     def _body(self, outputs: Sequence[Output]) -> bytes:
         answer = whole_answer(self._request, outputs, self._generation.texts, **self._naming)
@@ -183,9 +184,13 @@ class _Run:
                 if request.form is None:  # else it may be refused yet, when its form is compiled
                     await self._begin_events(send)
                 last = await self._send_events(send, streams)
-                await send({"type": "http.response.body", "body": last})
+                await self._send_last(send, last)
         except (RequestError, EngineFailedError) as error:
             raise self._told(error) from None
+
+    async def _send_last(self, send: Send, body: bytes) -> None:
+        self._place.leave()  # a client that has its whole answer may send the next request: there is room for it
+        await send({"type": "http.response.body", "body": body})
 
     async def _begin_events(self, send: Send) -> None:
         if self.status != 200:

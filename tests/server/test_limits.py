@@ -147,6 +147,13 @@ def test_the_server_has_its_limit(start) -> None:
         assert response.status_code == 413
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_the_whole_answer_may_ask_again(start, stream) -> None:
+    with start(max_requests=1) as server:
+        for _ in range(50):
+            assert server.http.post(PATH, json=TEXT | {"stream": stream}).status_code == 200
+
+
 def test_slow_bodies_and_many_large_ones(start) -> None:
     with start(body_timeout_s=0.1, max_total_body_bytes=8192) as server:
         host, port = server.url.removeprefix("http://").split(":")
