@@ -244,7 +244,8 @@ def test_a_run_measures_every_workload_and_compiles_nothing_more(
     for name, part in tables.PARTS.items():
         rows = part([read]).splitlines()
         assert len({row.count(" | ") for row in rows}) == 1, name
-        expects_none = name in ("engine-breakdown", "engine-kernels")  # no device is profiled on a CPU
+        # No device is profiled on a CPU, and no peer ran a tiny model.
+        expects_none = name in ("engine-breakdown", "engine-kernels", "engine-summary")
         assert ("not measured yet" in rows[-1]) == expects_none, name
 
 
@@ -292,5 +293,11 @@ def test_pictures_and_tables_show_what_a_gpu_was_measured_to_do(monkeypatch: pyt
         [read]
     )
     assert "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 |" in tables.decode_table([read])
+    uniform = {"figure": "output_tokens_per_s", "output_tokens_per_s": 11000.4, "vllm": 9899.0, "times_vllm": 1.111}
+    all_of_it = Record.from_line("made", json.dumps({**record, "results": {**results, "uniform": uniform}}))
+    summary = tables.summary_table([all_of_it])
+    assert "| D | m, bfloat16 | decode step, 1 row of 1,024 tokens, ms | 5.00 | 6.00 | 1.25 | d, `c` |" in summary
+    assert "output tokens/s | 11,000 | 9,899 | 1.11 | d, `c` |" in summary
+    assert "8 rows" not in summary
     assert "| 70.0 | – | 15.0 | – | – | – |" in tables.start_table([read])
     assert "| `nvjet` | GEMM | 40.00 | 4.0 | 160.0 |" in tables.kernel_table([read])

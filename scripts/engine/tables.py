@@ -18,6 +18,15 @@ _LOADS: Final = {
 }
 
 
+_SUMMARY_ROWS: Final = (1, 32, 256)
+_SUMMARY_LOADS: Final = {
+    "prefill": "32 prompts of 4,096 tokens, tokens/s",
+    "uniform": "256 requests of 100 to 1,024 tokens and answers likewise, output tokens/s",
+    "azure": "1,000 conversations of the Azure trace, tokens/s",
+    "shared_prefix": "256 requests that share 2,048 tokens, s",
+}
+
+
 def _records(records: Sequence[Record], part: str) -> Iterator[Record]:
     for record in records:
         if record.script == "bench_engine" and part in record.results:
@@ -32,11 +41,42 @@ def _model(record: Record) -> str:
     return f"{r['model']}, {r['dtype']}{pages}{scale}"
 
 
+def _source(record: Record) -> str:
+    return f"{record.date}, `{record.commit}`"
+
+
 def _beside(row: Mapping[str, Any], digits: int) -> list[str]:
     vllm = f"{row['vllm']:,.{digits}f}" if "vllm" in row else "–"
     times = f"{row['times_vllm']:.2f}" if "vllm" in row else "–"
     reach = f"{row['reach']:,.{digits}f}" if "reach" in row else "–"
     return [vllm, times, reach]
+
+
+def summary_table(records: Sequence[Record]) -> str:
+    """A few of the figures below beside vLLM's, for the first screen of the README."""
+    columns = ["Hardware", "Model", "What", "jpaged", "vLLM", "Times as fast", "Measured"]
+    return table(
+        columns,
+        (
+            [record.device, _model(record), what, f"{value:,.{digits}f}", *_beside(r, digits)[:2], _source(record)]
+            for record in _records(records, "decode")
+            for what, r, value, digits in _summary(record.results)
+            if "vllm" in r
+        ),
+        num_text=3,
+    )
+
+
+def _summary(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], float, int]]:
+    """What is measured, its row, its value and the digits that are shown."""
+    for cell in results["decode"]["cells"]:
+        if cell["rows"] in _SUMMARY_ROWS and cell["context"] == 1024:
+            rows = f"{cell['rows']} row{'s' * (cell['rows'] > 1)}"
+            yield f"decode step, {rows} of 1,024 tokens, ms", cell, cell["ms"], 2
+    for name, title in _SUMMARY_LOADS.items():
+        if name in results:
+            row = results[name]
+            yield title, row, row[row["figure"]], 2 if row["figure"] == "seconds" else 0
 
 
 def decode_table(records: Sequence[Record]) -> str:
@@ -110,7 +150,7 @@ def setting_table(records: Sequence[Record]) -> str:
                 f"{len(r['step_shapes'])}",
                 f"{r['compiled_at_start']}",
                 f"{r['compiled_at_end'] - r['compiled_at_start']}" if "compiled_at_end" in r else "–",
-                f"{record.date}, `{record.commit}`",
+                _source(record),
             ]
             for record in _records(records, "roofs")
             for r in [record.results]
@@ -221,6 +261,7 @@ def _cell(record: Record, r: Mapping[str, Any]) -> list[str]:
 
 
 PARTS: Final[Mapping[str, Callable[[Sequence[Record]], str]]] = {
+    "engine-summary": summary_table,
     "engine-decode": decode_table,
     "engine-loads": load_table,
     "engine-settings": setting_table,
