@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import numbers
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -278,17 +279,21 @@ class AsyncEngine:
         await self._ask("resume")
         self._is_paused = False
 
-    async def call(self, function: Callable[..., Any]) -> Any:
+    async def call(self, function: Callable[..., Any], *, limit_s: float | None = None) -> Any:
         """Calls `function(engine)` between two steps, for what has no method here, such as new weights.
 
         Args:
-          function: for an engine in another process it must be importable there, its result must pickle, and it must
-            end within the recipe's `hang_s`; else the engine counts as hung.
+          function: for an engine in another process it must be importable there, and its result must pickle.
+          limit_s: if it takes longer, an engine in another process counts as hung and is replaced; `math.inf`: never;
+            `None`: the `hang_s` of its `EngineProcess`, as for a step.
 
         Raises:
+          RequestError: `limit_s` is no such number.
           JpagedError: it failed.
         """
-        return await self._ask("call", function)
+        if limit_s is not None and not (isinstance(limit_s, numbers.Real) and limit_s > 0):
+            raise RequestError(f"limit_s is {limit_s!r:.40}, expected seconds, more than 0, or None")
+        return await self._ask("call", function, limit_s)
 
     async def _ask(self, what: Question, *arguments: Any) -> Any:
         self._require_alive()

@@ -13,6 +13,7 @@ import numpy as np
 
 from jpaged.batch import num_logprobs
 from jpaged.delta import StreamNews, StreamStart
+from jpaged.metrics import PageLives
 from jpaged.output_builder import OutputBuilder
 from jpaged.request import Output, TokenLogprobs
 from jpaged.request_metrics import RequestMetrics
@@ -72,6 +73,7 @@ class Collector:
     Args:
       scheduler: told what a step sampled, and of stop strings.
       tokenizer: `None`: token ids only.
+      pages: of the pool.
 
     Attributes:
       num_generated_tokens: tokens that were sampled for requests so far.
@@ -79,14 +81,14 @@ class Collector:
       metrics: how long they took.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, pages: PageLives | None = None):
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._live: dict[str, _Live] = {}
         self._num_with_logprobs = 0
         self._num_with_prompt_logprobs = 0
         self._news = StreamNews([], [])
-        self.metrics = RequestMetrics()
+        self.metrics = RequestMetrics(pages)
         self.num_generated_tokens = 0
         self.num_finished = 0
 
@@ -208,7 +210,7 @@ class Collector:
             elif live.stream and (new or ended_now):
                 advanced[request_id] = live
         for (last_ns, num_new), times in gaps.items():
-            self.metrics.gap((now_ns - last_ns) / 1e9 / num_new, times * num_new)
+            self.metrics.gap((now_ns - last_ns) / 1e9, times, num_new)
         outputs = [self._close(live) for live in ended.values()]
         for request_id, live in advanced.items():
             if request_id in ended:

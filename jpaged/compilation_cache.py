@@ -1,4 +1,4 @@
-"""Compiled steps on disk: the second start of a program compiles nothing."""
+"""Compiled programs on disk: the second start of a process compiles nothing, and does not trace its steps either."""
 
 import logging
 import os
@@ -35,3 +35,14 @@ def enable_compilation_cache() -> Path | None:
     if settings.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
         settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a step has many quick programs
     return folder
+
+
+def programs_folder(cache: Path) -> Path | None:
+    """Where the programs of steps are kept (`jpaged.program_store`) beside jax's cache; `None` if that is no folder.
+
+    Example:
+      >>> programs_folder(Path("/tmp/jax")).as_posix(), programs_folder(Path("gs://bucket/jax"))
+      ('/tmp/jax/jpaged', None)
+    """
+    is_address = cache.parts[:1] and cache.parts[0].endswith(":") and len(cache.parts[0]) > len("C:")
+    return None if is_address else cache / "jpaged"

@@ -1,16 +1,27 @@
-"""`compile_side_by_side`: several programs are lowered one after the other, and compiled at once."""
+"""`compile_side_by_side`: programs are read from disk at once, or lowered one after the other and compiled at once."""
 
 import contextlib
 import gc
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
+from jax.extend.mlir import ir
 
 Key = TypeVar("Key")
+StoreKey = TypeVar("StoreKey", contravariant=True)
+
+
+class Store(Protocol[StoreKey]):
+    """Where programs are kept, such as a `ProgramStore`."""
+
+    def load(self, name: StoreKey, /) -> Callable | None: ...
+
+    def save(self, name: StoreKey, executable: Any, /) -> None: ...
 
 
 class Compiled(NamedTuple, Generic[Key]):
@@ -19,12 +30,14 @@ class Compiled(NamedTuple, Generic[Key]):
     Attributes:
       key: its name.
       executable: to be called.
-      seconds: lowering and compiling (or loading from the persistent cache) together.
+      seconds: lowering and compiling, or reading, together.
+      kept: it was read from the store, and not lowered.
     """
 
     key: Key
     executable: Callable
     seconds: float
+    kept: bool = False
 
 
 def num_compile_threads() -> int:
@@ -33,7 +46,11 @@ def num_compile_threads() -> int:
 
 
 def compile_side_by_side(
-    keys: Iterable[Key], lower: Callable[[Key], jax.stages.Lowered], *, num_threads: int | None = None
+    keys: Iterable[Key],
+    lower: Callable[[Key], jax.stages.Lowered],
+    *,
+    store: Store[Key] | None = None,
+    num_threads: int | None = None,
 ) -> Iterator[Compiled[Key]]:
     """Compiles programs by threads, and gives each when it is ready.
 
@@ -44,6 +61,7 @@ def compile_side_by_side(
     Args:
       keys: of the programs, in the order in which they are begun.
       lower: traces and lowers one.
+      store: asked for each program before it is lowered, and given those that were compiled here.
       num_threads: `None`: `num_compile_threads()`.
 
     Raises:
@@ -55,14 +73,24 @@ def compile_side_by_side(
       >>> {one.key: float(one.executable(0.0)) for one in done} == {1.0: 1.0, 2.0: 2.0}
       True
     """
+    keys = list(keys)
     pool = ThreadPoolExecutor(num_threads or num_compile_threads(), thread_name_prefix="compile")
     pending: dict[Future, tuple[Key, float]] = {}
     try:
+        reading = {} if store is None else {key: pool.submit(_timed, store.load, key) for key in keys}
         for key in keys:
+            if key in reading:
+                executable, seconds = reading.pop(key).result()
+                if executable is not None:
+                    yield Compiled(key, executable, seconds, kept=True)
+                    continue
             start = time.perf_counter()
             with _no_collections():
                 lowered = lower(key)
-            pending[pool.submit(_compile, lowered)] = (key, time.perf_counter() - start)
+                if store is not None:
+                    _hide_from_jax(lowered)
+            lowering_s = time.perf_counter() - start
+            pending[pool.submit(_timed, _compile, lowered, key, store)] = (key, lowering_s)
             yield from _finished(pending, block=False)
         while pending:
             yield from _finished(pending, block=True)
@@ -82,10 +110,26 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _compile(lowered: jax.stages.Lowered) -> tuple[Callable, float]:
-    start = time.perf_counter()
+def _hide_from_jax(lowered: jax.stages.Lowered) -> None:
+    """Sees to it that jax's own cache has not got the program, by a mark that compilers do not look at.
+
+    On a CPU, what was read from that cache runs, but if it is kept and read once more, it does not.
+    """
+    module: Any = lowered.compiler_ir()
+    with module.context:
+        module.operation.attributes["jpaged.compiled"] = ir.StringAttr.get(uuid.uuid4().hex)
+
+
+def _compile(lowered: jax.stages.Lowered, key: Key, store: Store[Key] | None) -> Callable:
     executable = lowered.compile()
-    return executable, time.perf_counter() - start
+    if store is not None:
+        store.save(key, executable)
+    return executable
+
+
+def _timed(function: Callable, *args: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return function(*args), time.perf_counter() - start
 
 
 def _finished(pending: dict[Future, tuple[Key, float]], *, block: bool) -> Iterator[Compiled[Key]]:

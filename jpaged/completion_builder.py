@@ -31,7 +31,7 @@ class CompletionBuilder:
         params = seq.request.params
         self._num_prompt_tokens = seq.num_prompt_tokens
         self._stops: tuple[str, ...] = tuple(params.stop)
-        self._keeps_stops, self._min_tokens = params.include_stop_str_in_output, params.min_tokens
+        self._keeps_stops, self._may_stop = params.include_stop_str_in_output, params.may_stop
         self._longest_stop = max((len(stop) for stop in self._stops), default=0)
         self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
         self._text = ""
@@ -109,7 +109,7 @@ class CompletionBuilder:
         if not self._stops:
             self._visible_end = before + len(piece)
             return None
-        if self._num_tokens > self._min_tokens:
+        if self._may_stop(self._num_tokens):
             # A new occurrence must end in the new piece.
             start = max(before - self._longest_stop + 1, 0)
             found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]

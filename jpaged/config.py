@@ -145,12 +145,15 @@ class SchedulerConfig:
         _require(costs is None or self.preemption == "auto", "preemption_costs", costs, unread)
 
 
+_TOKENS_A_ROW: Final = 4  # of all rows together, where they guess
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Speculative decoding by prompt lookup: guesses of the next tokens, found in the prompt and in the output so far.
 
-    They are computed and checked by one step, and change no answer. A row guesses only while that pays, by what steps
-    take and by how often it was right of late.
+    They are computed and checked by one step, and change no answer. Rows guess only while that makes none of them the
+    slower, by what steps take and by how often each was right of late.
 
     Attributes:
       num_tokens: tokens that a row guesses in one step at the most.
@@ -172,6 +175,22 @@ class SpeculationConfig:
     max_rows: int = 64
     token_cost: float | None = None
     wait_cost: float | None = None
+
+    def num_samples(self, token_buckets: Sequence[int], max_num_seqs: int) -> dict[int, int]:
+        """After how many tokens a step samples at the most, by its padded size; of sizes that guesses may fill.
+
+        Those are sizes up to four tokens a row, and at least one that holds all guesses of a row. Larger ones are for
+        prompts, and sample once a row.
+
+        Example:
+          >>> SpeculationConfig(num_tokens=7).num_samples((4, 16, 32, 256), 8)
+          {4: 4, 16: 16, 32: 32}
+        """
+        most = max(max_num_seqs, 1 + self.num_tokens, _TOKENS_A_ROW * min(max_num_seqs, self.max_rows))
+        sizes = [size for size in token_buckets if size <= most]
+        if max(max_num_seqs, *sizes, 0) <= self.num_tokens:
+            sizes += [size for size in token_buckets if size > most][:1]
+        return {size: min(size, most) for size in sizes}
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "shortest_match", "max_rows"):
@@ -269,7 +288,7 @@ class EngineConfig:
       seed: of the seeds that requests without one get; a new engine, given the same requests in the same order, repeats
         the answers.
       compilation_cache: keep compiled steps on disk between runs, in jax's own cache folder if one is set, else in
-        `jax/` under the jpaged cache folder.
+        `jax/` under the jpaged cache folder. Turn it off where constants of jpaged are changed at run time.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -346,8 +365,10 @@ class EngineConfig:
         needed = -(-max_model_len // page_size)
         pages = self.page_buckets or (needed,)
         _require(pages[-1] >= needed, "page_buckets", pages, f"a last entry of at least {needed} pages")
-        rows = seqs if self.speculation is None else max(seqs, 1 + self.speculation.num_tokens)
-        shapes = [StepShape(t, min(t, rows), p) for t in tokens for p in pages]
+        samples = dict.fromkeys(tokens, seqs)
+        if self.speculation is not None:
+            samples |= self.speculation.num_samples(tokens, seqs)
+        shapes = [StepShape(t, min(t, samples[t]), p) for t in tokens for p in pages]
         if (steps := self.decode_steps or 1) > 1:
             few = min(seqs, MAX_DECODE_STEP_ROWS)
             sizes = [t for t in tokens if t <= few] or [few]

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged.batch import BatchPacker
 from jpaged.collector import Collector, Streaming
-from jpaged.compilation_cache import enable_compilation_cache
+from jpaged.compilation_cache import enable_compilation_cache, programs_folder
 from jpaged.config import EngineConfig, StepShape
 from jpaged.constraints import Constraints
 from jpaged.delta import StreamNews
@@ -86,8 +86,7 @@ class Engine:
     ):
         fit = fit_engine(model, config or EngineConfig())
         self.config = config = fit.config
-        if config.compilation_cache:
-            enable_compilation_cache()
+        cache = enable_compilation_cache() if config.compilation_cache else None
         self.tokenizer, self.vocab_size = tokenizer, model.vocab_size
         self.device, self.dtype, self.pool_plan = fit.device, fit.dtype, (plan := fit.pool_plan)
         self.implementation, self.implementation_reason = fit.implementation, fit.reason
@@ -102,6 +101,7 @@ class Engine:
             platform=self.device.platform,
             recompile=config.recompile,
             on_compile=on_compile,
+            programs=cache and programs_folder(cache),
         )
         self._intake = Intake(
             vocab_size=self.vocab_size,
@@ -146,7 +146,7 @@ class Engine:
         with jax.default_device(self.device):
             self._state = make_sampler_state(max_num_seqs, self.vocab_size)
         self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
-        self._collector = Collector(self._scheduler, self.tokenizer)
+        self._collector = Collector(self._scheduler, self.tokenizer, self._memory.allocator.lives)
         self.metrics = self._collector.metrics
         self._constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self._loader = StateLoader(EntryLoader(self.eos_token_ids, self.vocab_size), self._constraints)

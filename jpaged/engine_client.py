@@ -112,8 +112,10 @@ class EngineReport:
       stats: counters and the pool.
       histograms: by name: time_to_first_token_seconds, inter_token_latency_seconds,
         request_time_per_output_token_seconds, e2e_request_latency_seconds, request_queue_time_seconds,
-        request_prefill_time_seconds, request_decode_time_seconds, request_prompt_tokens, request_generation_tokens,
-        request_params_n, request_params_max_tokens, request_num_preemptions, iteration_tokens_total.
+        request_inference_time_seconds, request_prefill_time_seconds, request_decode_time_seconds,
+        request_prompt_tokens, request_generation_tokens, request_max_num_generation_tokens, request_params_n,
+        request_params_max_tokens, request_num_preemptions, iteration_tokens_total, kv_block_lifetime_seconds,
+        kv_block_idle_before_evict_seconds, kv_block_reuse_gap_seconds.
       finished: requests that ended, by finish reason ("stop", "length", "abort", "error").
       num_prompt_tokens: of requests that ended.
       num_cached_prompt_tokens: those of them that were found in the prefix cache.

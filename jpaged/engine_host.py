@@ -43,7 +43,9 @@ def main(descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     link = EngineLink(socket.socket(fileno=descriptor))
     messages = link.messages()
-    boot: Boot = next(messages)
+    boot: Boot | None = next(messages, None)
+    if boot is None:  # the client ended before it could say what to serve
+        return ORPHANED
     commands: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=_read, args=(messages, commands), name="jpaged-link-reader", daemon=True).start()
     deadline = Deadline(boot.hang_s)

@@ -298,8 +298,9 @@ class EngineLoop:
         else:
             self._events.append(Answer(command.number, value))
 
-    def _call(self, function: Callable[[ServedEngine], Any] | bytes) -> Any:
-        return (pickle.loads(function) if isinstance(function, bytes) else function)(self._engine)
+    def _call(self, function: Callable[[ServedEngine], Any] | bytes, limit_s: float | None) -> Any:
+        with self._deadline.of("a call", limit_s):
+            return (pickle.loads(function) if isinstance(function, bytes) else function)(self._engine)
 
     def _report(self, num_restarts: int) -> EngineReport:
         metrics = self._engine.metrics

@@ -49,7 +49,8 @@ class EngineProcess:
       recipe: what to serve.
       restarts: new processes, after the first one was ready once.
       engine_restarts: restarts in place, within one process.
-      hang_s: a step with what it compiles, a command, or a restart in place that takes longer counts as a crash.
+      hang_s: a step with what it compiles, a command, or a restart in place that takes longer counts as a crash; a call
+        (`AsyncEngine.call`) may have a limit of its own.
       load_s: likewise for making the engine: loading weights, compiling.
       silence_s: a process that gives no sign of life for so long is killed: it is stopped, or hangs in what lets none
         of its threads run. Its own watchdog, which minds `hang_s`, gives the signs.
@@ -107,7 +108,8 @@ class EngineProcess:
     def send(self, command: Command) -> None:
         """As `EnginePort.send`; what does not pickle raises."""
         if isinstance(command, Ask) and command.what == "call":  # what the process cannot import is this call's fault
-            command = command._replace(arguments=(pickle.dumps(command.arguments[0]),))
+            function, *others = command.arguments
+            command = command._replace(arguments=(pickle.dumps(function), *others))
         if self._link is not None:
             self._link.send(command)
 

@@ -17,6 +17,7 @@ class Guesser:
 
     Attributes:
       hit_rate: part of the guesses of one token that came true, the last ones counting most.
+      lead: tokens that the sequence is ahead of where single steps would have brought it; below 0 it is behind.
 
     Example:
       >>> guesser = Guesser(shortest=2, longest=4)
@@ -28,13 +29,14 @@ class Guesser:
       0.6
     """
 
-    __slots__ = ("_lookup", "_num_tokens", "_place", "hit_rate")
+    __slots__ = ("_lookup", "_num_tokens", "_place", "hit_rate", "lead")
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lookup = PromptLookup(shortest, longest)
         self._num_tokens = 0
         self._place = 0  # of the token that comes next, by its guess; 0: it has none
         self.hit_rate = _FIRST_HIT_RATE
+        self.lead = 0.0
 
     @property
     def has_guess(self) -> bool:

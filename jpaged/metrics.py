@@ -1,7 +1,8 @@
-"""Histograms, and which of them an engine keeps about its requests."""
+"""Histograms, and those of the lives of pages."""
 
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -67,3 +68,60 @@ class Histogram:
 
     def snapshot(self) -> HistogramSnapshot:
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._sum)
+
+
+_LIFE_S = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 86400)
+
+
+class PageLives:
+    """How long pages keep what is in them, and how long that waits for somebody who needs it again.
+
+    Args:
+      num_pages: ids are in [0, num_pages).
+
+    Example:
+      >>> lives = PageLives(3)
+      >>> lives.given_out([1, 2])
+      >>> lives.cached([1, 2])
+      >>> lives.reused([1])
+      >>> lives.evicted(2)
+      >>> {name: snapshot.count for name, snapshot in lives.histograms().items()}
+      {'kv_block_lifetime_seconds': 1, 'kv_block_idle_before_evict_seconds': 1, 'kv_block_reuse_gap_seconds': 1}
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._given_out_s = [0.0] * num_pages
+        self._cached_s = [0.0] * num_pages
+        self._lifetimes, self._idle, self._reuse_gaps = (Histogram(_LIFE_S) for _ in range(3))
+
+    def given_out(self, pages: Iterable[int]) -> None:
+        """They begin to hold something new."""
+        now = time.monotonic()
+        for page in pages:
+            self._given_out_s[page] = now
+
+    def cached(self, pages: Iterable[int]) -> None:
+        """The last holder let them go; what is in them is kept."""
+        now = time.monotonic()
+        for page in pages:
+            self._cached_s[page] = now
+
+    def reused(self, pages: Iterable[int]) -> None:
+        """Somebody came back for what cached pages hold."""
+        now = time.monotonic()
+        for page in pages:
+            self._reuse_gaps.observe(now - self._cached_s[page])
+
+    def evicted(self, page: int) -> None:
+        """What a cached page held is given up for something else."""
+        now = time.monotonic()
+        self._lifetimes.observe(now - self._given_out_s[page])
+        self._idle.observe(now - self._cached_s[page])
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """By their names in `/metrics`, where a page is a block as vLLM calls it."""
+        return {
+            "kv_block_lifetime_seconds": self._lifetimes.snapshot(),
+            "kv_block_idle_before_evict_seconds": self._idle.snapshot(),
+            "kv_block_reuse_gap_seconds": self._reuse_gaps.snapshot(),
+        }

@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.errors import ConfigError, OutOfPagesError, PageStateError
+from jpaged.metrics import PageLives
 
 
 def pages_at_most(num_tokens: int, page_size: int, *, sliding_window: int | None, chunk: int) -> int:
@@ -42,6 +43,9 @@ class PageAllocator:
       page_size: token slots a page.
       on_evict: told of each cached page that is about to be given out for other contents.
 
+    Attributes:
+      lives: of the pages, as histograms.
+
     Raises:
       ConfigError: fewer than two pages, or pages without slots.
 
@@ -68,6 +72,7 @@ class PageAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest cached first
         self._ref_counts = [0] * num_pages
         self._retained = bytearray(num_pages)
+        self.lives = PageLives(num_pages)
 
     @property
     def num_pages(self) -> int:
@@ -153,6 +158,7 @@ class PageAllocator:
         pages.reverse()
         for page in pages:
             self._ref_counts[page] = 1
+        self.lives.given_out(pages)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -165,10 +171,13 @@ class PageAllocator:
         for page in pages:
             if not (0 < page < self._num_pages and self._retained[page]):
                 self._require_references(page, 1, "shared")
+        revived = []
         for page in pages:
             if self._ref_counts[page] == 0:
                 del self._cached[page]
+                revived.append(page)
             self._ref_counts[page] += 1
+        self.lives.reused(revived)
 
     def free(self, pages: Sequence[int]) -> None:
         """Drops one holder of each page, all or none; a page without holders is free or, if retained, cached at once.
@@ -178,13 +187,16 @@ class PageAllocator:
         """
         for page, drops in Counter(pages).items():
             self._require_references(page, drops, "freed")
+        cached = []
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
                 if self._retained[page]:
                     self._cached[page] = None
+                    cached.append(page)
                 else:
                     self._free.append(page)
+        self.lives.cached(cached)
 
     def retain(self, page: int) -> None:
         """Marks a used page: when its last holder frees it, it is cached instead of free.
@@ -245,6 +257,7 @@ class PageAllocator:
         page, _ = self._cached.popitem(last=False)
         self._retained[page] = 0
         self._free.append(page)
+        self.lives.evicted(page)
         if self.on_evict is not None:
             self.on_evict(page)
 

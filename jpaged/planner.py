@@ -89,13 +89,15 @@ class Planner:
             self._go_on(rows)
         if self._speculation is not None:
             num_tokens = rows.num_tokens if decodes_only else None
-            self._speculation.costs.begin(num_tokens, waits=self._awaits_guesses, num_steps=rows.num_steps)
+            self._speculation.begin(num_tokens, waits=self._awaits_guesses, num_steps=rows.num_steps)
         transfers = self._memory.take_transfers()
         return rows.build(transfers) if rows or any(transfers) else None
 
-    def take_guesses(self) -> None:
-        """The step whose rows guessed was read, or will not be."""
+    def take_guesses(self, plan: StepPlan | None = None, num_new: np.ndarray | None = None) -> None:
+        """The step whose rows guessed was read, and gave them so many tokens; or it will not be."""
         self._awaits_guesses = False
+        if self._speculation is not None and plan is not None and plan.drafts is not None and num_new is not None:
+            self._speculation.settle(plan.seqs, plan.drafts.counts.tolist(), num_new.tolist())
 
     def _fill(self, rows: PlanRows) -> None:
         """Plans rows, in the three passes described at the top."""
@@ -161,7 +163,10 @@ class Planner:
         # Chunks of prompts fill a step anyway, and are planned ahead.
         if not places or any(seq.num_tokens - seq.num_computed_tokens > 1 for seq in seqs):
             return False
-        return bool(speculation.counts([seqs[place] for place in places], len(seqs), ahead=True))
+        if not speculation.counts(seqs, places, ahead=True):
+            return False
+        speculation.wait(seqs)
+        return True
 
     def _guess(self, speculation: Speculation, rows: PlanRows) -> None:
         """Lets decoding rows guess, as far as there is room without preemption; all of a step's rows are known then."""
@@ -169,10 +174,8 @@ class Planner:
         seqs = [seq for _, seq in decoding]
         if len(seqs) > speculation.max_rows or any(seq.num_pending > 1 for seq in seqs):
             return  # the step before was not read
-        able = speculation.follow(seqs)
-        counts = speculation.counts([seqs[index] for index in able], len(seqs)) if able else []
-        for index, count in zip(able, counts, strict=False):
-            place, seq = decoding[index]
+        counts = speculation.counts(seqs, speculation.follow(seqs))
+        for (place, seq), count in zip(decoding, counts, strict=False):
             most = min(count, rows.budget, self._chunk - 1)
             if most > 0 and self._has_room(seq, most) and seq.guesser is not None:
                 rows.guess(place, seq.guesser.guess(seq.tokens, most))

@@ -245,6 +245,10 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def may_stop(self, num_tokens: int) -> bool:
+        """Whether an output may stop with its token number `num_tokens`, counted from 1: not before `min_tokens`."""
+        return num_tokens > self.min_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from jpaged.metrics import Histogram, HistogramSnapshot
+from jpaged.metrics import Histogram, HistogramSnapshot, PageLives
 from jpaged.request import FinishReason, Output, SamplingParams
 from jpaged.structured import is_refusal
 
@@ -18,10 +18,12 @@ _BOUNDS = {
     "request_time_per_output_token_seconds": _GAP_S,
     "e2e_request_latency_seconds": _LATENCY_S,
     "request_queue_time_seconds": _LATENCY_S,
+    "request_inference_time_seconds": _LATENCY_S,
     "request_prefill_time_seconds": _LATENCY_S,
     "request_decode_time_seconds": _LATENCY_S,
     "request_prompt_tokens": _TOKENS,
     "request_generation_tokens": _TOKENS,
+    "request_max_num_generation_tokens": _TOKENS,
     "request_params_n": _FEW,
     "request_params_max_tokens": _TOKENS,
     "request_num_preemptions": _FEW,
@@ -32,6 +34,9 @@ _BOUNDS = {
 class RequestMetrics:
     """Counts what the `Collector` and the engine tell it. Names and meanings are those of vLLM's metrics.
 
+    Args:
+      pages: of the pool that the requests are served from.
+
     Attributes:
       finished: requests that ended, by the finish reason of their first answer.
       num_refused: requests that were taken, and refused when the form of their output was compiled or followed. They
@@ -40,8 +45,9 @@ class RequestMetrics:
       num_cached_tokens: those of them that were found in the prefix cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pages: PageLives | None = None) -> None:
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
+        self._pages = PageLives(0) if pages is None else pages
         self.finished: Counter[FinishReason] = Counter()
         self.num_refused = 0
         self.num_prompt_tokens = 0
@@ -51,9 +57,16 @@ class RequestMetrics:
         """So many steps of so many tokens each, padding not counted, were dispatched."""
         self._histograms["iteration_tokens_total"].observe(num_tokens, times)
 
-    def gap(self, seconds: float, times: int) -> None:
-        """So many requests got tokens so long after those before."""
-        self._histograms["inter_token_latency_seconds"].observe(seconds, times)
+    def gap(self, seconds: float, times: int, num_tokens: int = 1) -> None:
+        """So many requests got so many tokens each, so long after those before.
+
+        Tokens that come together have no time between them: the first one came late, and the others with it. So the sum
+        is the time of decoding, the mean that of a token, and the upper quantiles show what bursts make readers wait.
+        """
+        gaps = self._histograms["inter_token_latency_seconds"]
+        gaps.observe(seconds, times)
+        if num_tokens > 1:
+            gaps.observe(0.0, times * (num_tokens - 1))
 
     def ended(self, output: Output, params: SamplingParams) -> None:
         """A request ended; `output.timing` is set."""
@@ -74,10 +87,12 @@ class RequestMetrics:
             ),
             "e2e_request_latency_seconds": timing.e2e_s,
             "request_queue_time_seconds": timing.queue_s,
+            "request_inference_time_seconds": timing.inference_s,
             "request_prefill_time_seconds": timing.prefill_s,
             "request_decode_time_seconds": decode_s,
             "request_prompt_tokens": len(output.prompt_token_ids),
             "request_generation_tokens": num_tokens,
+            "request_max_num_generation_tokens": longest,
             "request_params_n": params.n,
             "request_params_max_tokens": params.max_tokens,
             "request_num_preemptions": output.num_preemptions,
@@ -88,4 +103,5 @@ class RequestMetrics:
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         """All of them, by name."""
-        return {name: histogram.snapshot() for name, histogram in self._histograms.items()}
+        own = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
+        return own | self._pages.histograms()

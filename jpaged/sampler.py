@@ -11,20 +11,23 @@ Nothing is sorted (`jpaged.token_filter`).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from jpaged.pallas_kernels.filtered_draw import TILE, DrawParams, can_draw_filtered, draw_filtered
+from jpaged.pallas_kernels.noise import gumbel, gumbel_of
 from jpaged.sampler_state import SamplerState, count_output, remember
 from jpaged.sampler_tuning import TUNINGS, SamplerTuning, where_needed
 from jpaged.sampling_rows import MIN_TEMPERATURE, SamplingKind, SamplingRows
 from jpaged.token_filter import filter_logits
 
-_ARGMAX_TILE = 256
-_MIN_ARGMAX_TILE = 32
+_TILE = 256
+_MIN_TILE = 32
 
 
 class SampleResult(NamedTuple):
@@ -69,7 +72,7 @@ def sample(
     logits = where_needed(tuning, listed, lambda logits=logits: _add_bias(logits, rows, state), logits)
     penalised = rows.samples & rows.uses_penalties
     logits = where_needed(tuning, penalised, lambda logits=logits: _penalise(logits, rows, state), logits)
-    token_ids = choose_tokens(logits, rows, "filter", tuning)
+    token_ids = choose_tokens(logits, rows, "full", tuning)
     entry, counts = rows.state_index, rows.samples & rows.uses_penalties
     state = replace(
         state,
@@ -87,8 +90,8 @@ def choose_tokens(
     Args:
       logits: of the model, adjusted where rows ask for it.
       rows: how each row samples.
-      kind: static, at least what the rows need: "greedy", no row draws; "draw", no row that does filters; "filter" or
-        "full", anything.
+      kind: static, at least what the rows need: "greedy", no row draws; "draw", no row that does filters; "filter", all
+        rows that do filter; "full", anything.
       tuning: static.
 
     Example:
@@ -99,10 +102,23 @@ def choose_tokens(
       >>> choose_tokens(jnp.array([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]]), rows, "greedy", TUNINGS["gpu"]).tolist()
       [1, 0]
     """
-    best, token_ids = _argmax(logits)
+    in_kernel = tuning.kernels and kind in ("filter", "full") and can_draw_filtered(logits.shape)
+    tiles = _tiles(logits, TILE if in_kernel else None)
+    maxima = _maxima(tiles)
+    if in_kernel:  # where they are used several times the compiler would look at all logits again
+        maxima = jax.lax.optimization_barrier(maxima)
+    best, token_ids = _argmax(maxima, lambda tile: _taken(tiles, tile))
     if kind != "greedy":
         draws = rows.samples & (rows.temperature >= MIN_TEMPERATURE) & (rows.top_k != 1)
-        drawn = where_needed(tuning, draws, lambda: _draw(logits, rows, draws, kind, tuning), token_ids)
+        filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        if in_kernel:
+            params = DrawParams(_temperature(rows, draws), rows.top_k, rows.top_p, rows.min_p, _keys(rows))
+            drawn = draw_filtered(logits, maxima, filters, params).token_ids
+            if kind == "full":
+                drawn = jnp.where(filters, drawn, _draw(logits, rows, draws, tuning))
+        else:
+            filters = None if kind == "draw" else filters
+            drawn = where_needed(tuning, draws, lambda: _draw(logits, rows, draws, tuning, filters), token_ids)
         token_ids = jnp.where(draws, drawn, token_ids)
     token_ids = jnp.where(jnp.isfinite(best), token_ids, -1)
     return jnp.where(rows.samples, token_ids, 0)
@@ -147,53 +163,89 @@ def _penalise(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerS
     return jnp.where(rows.uses_penalties[:, None], penalised, logits)
 
 
-def _argmax(logits: Float32[Array, "S V"]) -> tuple[Float32[Array, " S"], Int32[Array, " S"]]:
-    """The largest logit, +inf if the row holds a NaN, and the first token that has it.
+def _tiles(logits: Float32[Array, "S V"], tile: int | None = None) -> Float32[Array, "S N t"]:
+    """Rows in tiles of that size, or of a good one; past the vocabulary's end -inf."""
+    num_rows, vocab_size = logits.shape
+    size = tile or math.gcd(vocab_size, _TILE)
+    size = size if size >= _MIN_TILE else _TILE
+    padding = -vocab_size % size
+    if padding:
+        logits = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    return logits.reshape(num_rows, -1, size)
+
+
+def _maxima(tiles: Float32[Array, "S N t"]) -> Float32[Array, "S N"]:
+    """The largest of each tile; NaN counts as infinity, because a compiled maximum need not keep it."""
+    return jnp.max(jnp.where(tiles <= jnp.inf, tiles, jnp.inf), axis=2)
+
+
+def _taken(tiles: Float32[Array, "S N t"], tile: Int32[Array, " S"]) -> Float32[Array, "S t"]:
+    """One tile of each row."""
+    return jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+
+
+def _argmax(
+    maxima: Float32[Array, "S N"], tile_of: Callable[[Int32[Array, " S"]], Float32[Array, "S t"]]
+) -> tuple[Float32[Array, " S"], Int32[Array, " S"]]:
+    """The largest value of each row, +inf if the row holds a NaN, and the first token that has it.
 
     Tiles first, then the tokens of one tile: the maximum of each tile is all that is taken of a whole row, where an
-    argmax of the row is several times slower on a CPU, and keeps one multiprocessor of a GPU busy. NaN counts as
-    infinity because a compiled maximum need not keep it.
+    argmax of the row is several times slower on a CPU, and keeps one multiprocessor of a GPU busy.
+
+    Args:
+      maxima: of tiles.
+      tile_of: a tile of each row.
     """
-    num_rows, vocab_size = logits.shape
-    tile = math.gcd(vocab_size, _ARGMAX_TILE)
-    if tile < _MIN_ARGMAX_TILE:
-        tile = _ARGMAX_TILE
-        tiles = jnp.pad(logits, ((0, 0), (0, -vocab_size % tile)), constant_values=-jnp.inf)
-    else:
-        tiles = logits
-    tiles = tiles.reshape(num_rows, -1, tile)
-    maxima = jnp.max(jnp.where(tiles <= jnp.inf, tiles, jnp.inf), axis=2)
     best_tile = jnp.argmax(maxima, axis=1).astype(jnp.int32)
-    within = jnp.take_along_axis(tiles, best_tile[:, None, None], axis=1)[:, 0]
-    return jnp.max(maxima, axis=1), best_tile * tile + jnp.argmax(within, axis=1).astype(jnp.int32)
+    within = tile_of(best_tile)
+    return jnp.max(maxima, axis=1), best_tile * within.shape[1] + jnp.argmax(within, axis=1).astype(jnp.int32)
 
 
 def _draw(
     logits: Float32[Array, "S V"],
     rows: SamplingRows,
     draws: Bool[Array, " S"],
-    kind: SamplingKind,
     tuning: SamplerTuning,
+    filters: Bool[Array, " S"] | None = None,
 ) -> Int32[Array, " S"]:
-    """Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax."""
-    logits = logits / jnp.where(draws, rows.temperature, 1.0)[:, None]
-    if kind != "draw":
-        filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-        filtered = where_needed(tuning, filters, lambda: filter_logits(logits, rows, filters, tuning), logits)
-    else:
-        filtered = logits
-    return _argmax(filtered + _gumbel(rows, logits.shape[1]))[1]
+    """Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax.
 
-
-def _gumbel(rows: SamplingRows, vocab_size: int) -> Float32[Array, "S V"]:
-    """Standard Gumbel noise that depends on (seed, position) only.
-
-    The uniform number keeps 31 bits, and log1p is exact where it is small, that is where the noise is large: with the
-    usual 23 bits no token less likely than 1e-7 could ever be drawn.
+    Args:
+      logits: raw.
+      rows: how each row samples.
+      draws: the rows that are of account.
+      tuning: static.
+      filters: those that filter first, if there are any.
     """
-    keys = jax.random.wrap_key_data(jnp.stack([rows.seed_high, rows.seed_low], axis=1), impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, rows.position.astype(jnp.uint32))
-    bits = jax.vmap(lambda key: jax.random.bits(key, (vocab_size,), jnp.uint32))(keys)
-    uniform = ((bits >> 1).astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-31
-    uniform = jnp.minimum(uniform, 1 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
+    keys = _keys(rows)
+    logits = logits / _temperature(rows, draws)[:, None]
+    if filters is not None:
+        logits = where_needed(tuning, filters, lambda: filter_logits(logits, rows, filters, tuning), logits)
+    tiles = _tiles(logits)
+    _, num_tiles, size = tiles.shape
+    if tuning.branches:
+        bits = jax.vmap(lambda key: jax.random.bits(key, (logits.shape[1],), jnp.uint32))(_wrapped(keys))
+        noisy = _tiles(logits + gumbel_of(bits))
+        return _argmax(_maxima(noisy), lambda tile: _taken(noisy, tile))[1]
+
+    def noise(tile: Int32[Array, "#S n"]) -> Float32[Array, "S m"]:
+        """Of whole tiles. A GPU would store noise that two kernels need; it is made anew for the one tile that wins."""
+        ids = tile[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)
+        return gumbel(keys, ids.reshape(ids.shape[0], -1))
+
+    all_noise = noise(jnp.arange(num_tiles, dtype=jnp.int32)[None]).reshape(tiles.shape)
+    return _argmax(_maxima(tiles + all_noise), lambda tile: _taken(tiles, tile) + noise(tile[:, None]))[1]
+
+
+def _temperature(rows: SamplingRows, draws: Bool[Array, " S"]) -> Float32[Array, " S"]:
+    return jnp.where(draws, rows.temperature, 1.0)
+
+
+def _keys(rows: SamplingRows) -> UInt32[Array, "S 2"]:
+    """Of the noise: it depends on (seed, position) only."""
+    keys = _wrapped(jnp.stack([rows.seed_high, rows.seed_low], axis=1))
+    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, rows.position.astype(jnp.uint32)))
+
+
+def _wrapped(keys: UInt32[Array, "S 2"]) -> Array:
+    return jax.random.wrap_key_data(keys, impl="threefry2x32")

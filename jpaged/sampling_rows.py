@@ -175,7 +175,7 @@ def sampling_kind(fields: np.ndarray) -> SamplingKind:
     """What the rows of a step need at most of the sampler, as the host can tell.
 
     "greedy": the likeliest token; "draw": a draw from the whole softmax; "filter": one from what top_k, top_p and min_p
-    leave; "full": masks, bias, bans or penalties before all that.
+    leave; "full": masks, bias, bans or penalties before all that, or draws of both kinds.
 
     Args:
       fields: i32[NUM_SAMPLING_FIELDS, num_rows], as `sampling_fields` packs them.
@@ -201,7 +201,9 @@ def sampling_kind(fields: np.ndarray) -> SamplingKind:
     if not draws.any():
         return "greedy"
     filters = (top_k > 0) | (floats("top_p") < 1) | (floats("min_p") > 0)
-    return "filter" if (draws & filters).any() else "draw"
+    if not (draws & filters).any():
+        return "draw"
+    return "full" if (draws & ~filters).any() else "filter"  # noise for few tokens a row, or for all
 
 
 def wants_logprobs(fields: np.ndarray) -> bool:

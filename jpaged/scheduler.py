@@ -279,7 +279,7 @@ class Scheduler:
     def _take_back(self, plan: StepPlan, num_new: np.ndarray) -> None:
         """What a step did for guesses that it did not bear out counts as never done."""
         assert plan.drafts is not None
-        self._planner.take_guesses()
+        self._planner.take_guesses(plan, num_new)
         for row in np.flatnonzero(plan.drafts.counts).tolist():
             seq = plan.seqs[row]
             if seq.run != plan.versions[row, 1]:
@@ -362,7 +362,7 @@ class Scheduler:
     def _stop_if_due(self, seq: Sequence, token: int) -> None:
         params = seq.request.params
         structured = seq.mask_position is not None  # its mask allows no end too early, unless the form leaves no other
-        may_stop = structured or len(seq.tokens) - 1 - seq.num_prompt_tokens >= params.min_tokens
+        may_stop = structured or params.may_stop(len(seq.tokens) - seq.num_prompt_tokens)
         reason: FinishReason = "stop"
         stop_reason = None
         if may_stop and token in self._eos_token_ids and (structured or not params.ignore_eos):

@@ -1,32 +1,36 @@
-"""`Speculation`: which rows of a step guess, and how many tokens, so that it pays.
+"""`Speculation`: which rows of a step guess, and how many tokens, so that no row is the slower for it.
 
 A guess is one more token to compute. Next to the weights, which a step reads once, that costs little, until there are
-many. And a step with guesses is read before the next one is planned, so the device waits for the host. What both cost
-is measured while steps run (`jpaged.step_costs`).
+many. And a step with guesses is read before the next one is planned, so the device waits for the host. Such a step
+takes r times as long as one without; r is measured while steps run (`jpaged.step_costs`). It takes as long for all of
+its rows, those included that guess nothing. So each row has an account, its *lead*:
 
-What a row gains is known as well, as it keeps count of how many of its guesses come true: with a hit rate of p the
-first guess is worth p tokens, the next one p * p, and so on. Rows guess if the step then gives more tokens for its cost
-than without; of the shapes that it may have the one is taken that gives most. Guesses fill up its tokens, those first
-that are worth most.
+    lead += tokens that the step gave to the row - r
+
+which is how many tokens the row is ahead of where steps without guesses would have brought it. A step may have guesses
+if afterwards, as far as can be expected, no row is further behind than `_SLACK` of the tokens that it has got. That is
+the promise made to every request, kept by keeping its account. Of the shapes in which it is kept, the one is taken that
+gives most tokens for its time, if that is more than without guesses.
+
+What can be expected is known as well, as a row keeps count of how many of its guesses come true: with a hit rate of p
+its first guess is worth p tokens, the next one p * p, and so on. Guesses fill up the tokens of the shape: first each
+row gets those without which it would fall behind, then those come that are worth most.
 
 So it costs a row nothing to find out whether guessing pays: guesses are judged in steps without them too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from time import perf_counter
 from typing import Final
+
+import numpy as np
 
 from jpaged.config import SpeculationConfig, StepShape
 from jpaged.guesser import Guesser
 from jpaged.sequence import Sequence as RunningSequence
 from jpaged.step_costs import StepCosts
 
-_LEAST_GAIN: Final = 1.1  # for what is gained is an estimate
-# Of several rows, who all wait, so many must gain by a hit rate of so much: else the others end later, and some of the
-# gain is lost when those that gained have ended.
-_MOST_ROWS: Final = 0.75
-_SURE: Final = 0.55
+_SLACK: Final = 0.01  # part of a row's tokens that it may be behind
 _ROWS_A_REST: Final = 4  # of so many rows each, one plan is made without looking
 # What is expected before it is measured: of each further token, and of waiting, as parts of a step of one token.
 FIRST_COSTS: Final = {"cpu": (0.1, 0.05), "gpu": (0.003, 0.5), "tpu": (0.003, 0.5)}
@@ -55,6 +59,7 @@ class Speculation:
     ) -> None:
         self._config = config
         self._num_resting = 0
+        self._settled: tuple[list[Guesser], float, int] | None = None  # of the last step with guesses
         self.max_rows = config.max_rows
         self._sizes = sorted({(shape.num_tokens, shape.num_rows) for shape in shapes})
         token, wait = FIRST_COSTS.get(platform, FIRST_COSTS["gpu"])
@@ -77,66 +82,103 @@ class Speculation:
         for place, seq in enumerate(seqs):
             guesser = seq.guesser
             if guesser is None:
-                if not may_guess(seq):
-                    continue
                 guesser = seq.guesser = Guesser(self._config.shortest_match, self._config.longest_match)
+            if not may_guess(seq):
+                continue
             guesser.follow(seq.tokens)
             if guesser.has_guess:
                 found.append(place)
         return found
 
-    def counts(self, seqs: Sequence[RunningSequence], num_rows: int, *, ahead: bool = False) -> list[int]:
+    def wait(self, seqs: Sequence[RunningSequence]) -> None:
+        """A step in flight is read before the next one is planned, in which somebody may guess."""
+        num_rows = len(seqs)
+        _charge(_guessers(seqs), self._ratio(num_rows, num_rows) - 1.0)
+
+    def settle(self, seqs: Sequence[RunningSequence], counts: Sequence[int], num_new: Sequence[int]) -> None:
+        """A step with guesses was read.
+
+        Args:
+          seqs: of its rows.
+          counts: how many tokens each of them guessed.
+          num_new: how many it got.
+        """
+        num_rows = len(seqs)
+        ratio = self._ratio(num_rows + sum(counts), num_rows)
+        for seq, new in zip(seqs, num_new, strict=True):
+            if seq.guesser is not None:
+                seq.guesser.lead += new - ratio
+        self._settled = _guessers(seqs), ratio, num_rows
+
+    def begin(self, num_tokens: int | None, *, waits: bool, num_steps: int) -> None:
+        """A step was planned; as `StepCosts.begin`. What the last one with guesses really took is known now."""
+        settled, self._settled = self._settled, None
+        cost = self.costs.begin(num_tokens, waits=waits, num_steps=num_steps)
+        if settled is not None and cost is not None:
+            guessers, ratio, num_rows = settled
+            _charge(guessers, cost / self.costs.of(num_rows, waits=False) - ratio)
+
+    def _ratio(self, num_tokens: int, num_rows: int) -> float:
+        """What a step of so many tokens that is read at once takes, as a part of one of a token a row that is not."""
+        # More tokens, and waiting, cannot take less time: if they seem to, steps have become quicker meanwhile.
+        return max(self.costs.of(num_tokens, waits=True) / self.costs.of(num_rows, waits=False), 1.0)
+
+    def counts(self, seqs: Sequence[RunningSequence], able: Sequence[int], *, ahead: bool = False) -> list[int]:
         """How many tokens each sequence should guess; none at all, if it does not pay.
 
         Args:
-          seqs: those that have a guess.
-          num_rows: rows of the step, one token each but for the guesses.
+          seqs: of all rows of the step, which has one token of each but for the guesses.
+          able: places of those that have a guess.
           ahead: a step is in flight, which would have to be read before, so the device waits twice.
         """
-        sure = sum(seq.guesser is not None and seq.guesser.hit_rate >= _SURE for seq in seqs)
-        if num_rows > 1 and sure < _MOST_ROWS * num_rows:
+        if not able or not self.costs.knows_plain:
+            return []
+        num_rows = len(seqs)
+        worths = np.zeros((num_rows, self._config.num_tokens))
+        leads = np.zeros(num_rows)
+        for row, seq in enumerate(seqs):
+            if seq.guesser is not None:
+                leads[row] = seq.guesser.lead + _SLACK * (len(seq.tokens) - seq.num_prompt_tokens)
+        powers = np.arange(1, self._config.num_tokens + 1)
+        for row in able:
+            seq = seqs[row]
+            assert seq.guesser is not None
+            # A guess is of no use after the last token that a sequence may have.
+            most = min(seq.limit - len(seq.tokens) - 1, self._config.num_tokens)
+            worths[row, :most] = seq.guesser.hit_rate ** powers[:most]
+        counts = self._best(worths, leads, ahead=ahead)
+        if counts is None:
+            self.costs.doubt()
             self._num_resting = num_rows // _ROWS_A_REST
             return []
-        ranked: list[tuple[float, int]] = []  # what each guess is worth, and whose it is
-        for row, seq in enumerate(seqs):
-            assert seq.guesser is not None
-            hit_rate = worth = seq.guesser.hit_rate
-            # A guess is of no use after the last token that a sequence may have.
-            for _ in range(min(seq.limit - len(seq.tokens) - 1, self._config.num_tokens)):
-                ranked.append((worth, row))
-                worth *= hit_rate
-        ranked.sort(reverse=True)
-        counts = [0] * len(seqs)
-        for _, row in ranked[: self._count([worth for worth, _ in ranked], num_rows, ahead=ahead)]:
-            counts[row] += 1
-        return counts if any(counts) else []
+        return counts
 
-    def _count(self, ranked: list[float], num_rows: int, *, ahead: bool) -> int:
-        """How many guesses, the best first, pay best."""
-        if not ranked:
-            return 0
-        gains, costs = list(accumulate(ranked)), self.costs
-        plain, choices = costs.of(num_rows, waits=False), dict[int, float]()
+    def _best(self, worths: np.ndarray, leads: np.ndarray, *, ahead: bool) -> list[int] | None:
+        num_rows, most = worths.shape
+        gains = np.concatenate((np.zeros((num_rows, 1)), worths.cumsum(axis=1)), axis=1)
+        useful, best, best_rate = int(np.count_nonzero(worths)), None, 1.0
+        lost = self._ratio(num_rows, num_rows) - 1.0 if ahead else 0.0
         for num_tokens, max_rows in self._sizes:
-            count = min(min(num_tokens, max_rows) - num_rows, len(ranked))
-            if count <= 0:
+            room = min(num_tokens, max_rows) - num_rows
+            if room <= 0:
                 continue
-            choices[count] = costs.of(num_rows + count, waits=True)
-            if ahead:
-                choices[count] += max(choices[count] - costs.of(num_rows + count, waits=False), 0.0)
-            if count == len(ranked):
+            count = min(room, useful)
+            ratio = 1.0 + (self._ratio(num_rows + count, num_rows) - 1.0) * self.costs.hope + lost
+            wanted = ratio - 1.0 - leads  # that guesses give to each row at the least
+            enough = gains >= wanted[:, None]
+            needs = enough.argmax(axis=1)
+            if enough.any(axis=1).all() and (num_needed := int(needs.sum())) <= count:
+                free = np.where(np.arange(most) < needs[:, None], 0.0, worths)
+                counts = needs
+                if count > num_needed:
+                    order = np.argsort(-free, axis=None, kind="stable")[: count - num_needed]
+                    counts = needs + np.bincount(order // most, minlength=num_rows)
+                rate = (num_rows + gains[np.arange(num_rows), counts].sum()) / (num_rows * ratio)
+                if rate > best_rate:
+                    best, best_rate = counts, rate
+            if count == useful:
                 break
-        # More tokens, and waiting, cannot take less time: if they seem to, steps have become quicker meanwhile.
-        plain = min([plain, *choices.values()])
-        best, best_rate = 0, _LEAST_GAIN * num_rows / plain
-        for count, cost in choices.items():
-            rate = (num_rows + gains[count - 1]) / cost
-            if rate > best_rate:
-                best, best_rate = count, rate
-        if not best:
-            costs.doubt()
-            self._num_resting = num_rows // _ROWS_A_REST
-        return best
+        return None if best is None or not best.any() else best.tolist()
 
 
 def may_guess(seq: RunningSequence) -> bool:
@@ -147,3 +189,12 @@ def may_guess(seq: RunningSequence) -> bool:
     """
     params = seq.request.params
     return not params.uses_penalties and params.structured is None and seq.group.beam is None
+
+
+def _guessers(seqs: Sequence[RunningSequence]) -> list[Guesser]:
+    return [seq.guesser for seq in seqs if seq.guesser is not None]
+
+
+def _charge(guessers: Sequence[Guesser], num_tokens: float) -> None:
+    for guesser in guessers:
+        guesser.lead -= num_tokens

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -25,6 +26,7 @@ from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
 from jpaged.models.quantised import quantised_as
 from jpaged.pallas_kernels import KVPages
+from jpaged.program_store import open_store
 from jpaged.sampler import choose_tokens, sample
 from jpaged.sampler_state import SamplerState, remember
 from jpaged.sampler_tuning import TUNINGS
@@ -47,7 +49,7 @@ class Compilation:
 
     Attributes:
       program: what was compiled.
-      seconds: tracing, lowering and compiling (or loading from the persistent cache) together.
+      seconds: tracing, lowering and compiling (or reading from disk) together.
       after_warmup: it came late, when every program should have been there.
     """
 
@@ -68,7 +70,8 @@ class StepRunner:
       implementation: attention back end.
       platform: of the device, as jax calls it; the sampler is compiled to suit it.
       recompile: what a compile after `mark_warm` does: "warn" logs the program, "error" raises.
-      on_compile: told each program just before it is compiled.
+      on_compile: told each program just before it is compiled, or when it is there because it was kept.
+      programs: the folder where compiled programs are kept for later processes; `None`: nowhere.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class StepRunner:
         platform: str = "cpu",
         recompile: str = "warn",
         on_compile: Callable[[Program], None] | None = None,
+        programs: Path | None = None,
     ):
         self._recompile = recompile
         self._on_compile = on_compile
@@ -97,6 +101,7 @@ class StepRunner:
         self._weights, self._tree = jax.tree.flatten(params)
         tree, tuning = self._tree, TUNINGS.get(platform, TUNINGS["cpu"])
         self._kinds, self._vocab_size = tuning.kinds, model.vocab_size
+        self._folder, self._made_from = programs, (graph, tree, max_logprobs, implementation, platform)
 
         # These hold no reference to self: no cycle keeps the pages alive.
         def forward(weights, kv_pages, last_token, packed, lent, shape):
@@ -200,6 +205,13 @@ class StepRunner:
         choose = self._choose if program.kind == "filter" else self._choose_without_graph
         return choose.lower(logits, fields, state.last_token, spare, kind=program.kind)
 
+    def _take_up(self, program: Program, executable: Any) -> None:
+        """What `lower` would have found out of a program that was kept."""
+        if program.part == "forward":
+            _, hidden, _ = executable.out_info[0]
+            self._hidden = hidden.shape[1], hidden.dtype
+        self._lent[program] = self._lent_to(program)
+
     def _hidden_states(self, kv_pages, state, shape: StepShape) -> tuple[int, Any]:
         """Width and dtype of what the model gives."""
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
@@ -256,14 +268,24 @@ class StepRunner:
                 f"{', '.join(map(str, programs))} was not compiled at start; have {list(map(str, self._executables))}"
             )
 
-        def lower(program: Program) -> jax.stages.Lowered:
+        def begin(program: Program) -> None:
             if self._warm:
                 logger.warning("the program %s compiles late: it was not compiled at start", program)
             if self._on_compile:
                 self._on_compile(program)
+
+        def lower(program: Program) -> jax.stages.Lowered:
+            begin(program)
             return self.lower(kv_pages, state, program)
 
-        for done in compile_side_by_side(programs, lower):
+        store = None
+        if programs and self._folder is not None:
+            parts = (*self._made_from, self._weights, kv_pages, state)
+            store = open_store(self._folder, parts, state.last_token.sharding)
+        for done in compile_side_by_side(programs, lower, store=store):
+            if done.kept:
+                begin(done.key)
+                self._take_up(done.key, done.executable)
             self._executables[done.key] = done.executable
             self.compilations.append(Compilation(done.key, done.seconds, after_warmup=self._warm))
             if on_compiled:

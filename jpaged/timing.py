@@ -16,8 +16,8 @@ class RequestTiming:
 
     Example:
       >>> timing = RequestTiming(arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, last_token_s=5.0, finished_s=5.0)
-      >>> timing.queue_s, timing.prefill_s, timing.decode_s, timing.ttft_s, timing.e2e_s
-      (0.5, 0.5, 3.0, 1.0, 4.0)
+      >>> timing.queue_s, timing.prefill_s, timing.decode_s, timing.inference_s, timing.ttft_s, timing.e2e_s
+      (0.5, 0.5, 3.0, 3.5, 1.0, 4.0)
     """
 
     arrival_s: float
@@ -30,6 +30,11 @@ class RequestTiming:
     def queue_s(self) -> float:
         """From arrival until it first ran, or ended without."""
         return (self.finished_s if self.scheduled_s is None else self.scheduled_s) - self.arrival_s
+
+    @property
+    def inference_s(self) -> float | None:
+        """From its first row to its end."""
+        return None if self.scheduled_s is None else self.finished_s - self.scheduled_s
 
     @property
     def prefill_s(self) -> float | None:

@@ -1,5 +1,7 @@
 """`Linear`: a matrix product whose kernel is stored [in, out]."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,8 +19,14 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
-        y = x @ self.kernel[...]
+        y = self._product(x)
         return y if self.bias is None else y + self.bias[...]
+
+    def _product(self, x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
+        if math.prod(x.shape[:-1]) != 1 or x.dtype.itemsize > 2:
+            return x @ self.kernel[...]
+        # XLA for GPUs makes a multiplication and a sum of one short row's product, and would round in between.
+        return jnp.matmul(x, self.kernel[...], preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

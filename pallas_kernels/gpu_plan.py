@@ -18,6 +18,7 @@ Reference:
   Osama et al., Stream-K, https://arxiv.org/abs/2301.03598, which cuts matrix products in the same way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, no_type_check
 
@@ -26,12 +27,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from .indices_gpu import arange, ceil_div, div, take
+from .indices_gpu import arange, ceil_div, div, pad, reduce_rows, take
 from .metadata import PagedMetadata
 from .pages import PageSpec
-from .prefix_plan_gpu import SharedPrefixes, find_prefixes, levels, num_tiles, share_prefixes
+from .prefix_plan_gpu import (
+    Groups,
+    SharedPrefixes,
+    find_prefixes,
+    levels,
+    num_tiles,
+    share_prefixes,
+    step_pays,
+    sums_of_groups,
+    unread_blocks,
+)
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
-from .work_line_gpu import Cuts, Tiles, by_unit, cut_line
+from .work_line_gpu import At, Run, Shares, Tile, begin_shares, cut_share, cut_units, list_tiles
 from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
@@ -243,132 +254,207 @@ def make_work_list(
       POSITION the prefix' last token, and PIECES are the unit's own.
     """
     num_rows, num_tokens, num_workers = meta.kv_lens.shape[0], meta.positions.shape[0], consumers * num_blocks
-    capacity = _num_tiles(num_rows, num_tokens, tokens)
-    own_records = num_workers + capacity * num_kv_heads
-    sharing = None
-    if prefixes is not None:
-        sharing = share_prefixes(prefixes, members_of_a_tile(group), num_kv_heads, num_workers)
-    parts = PartialRows(num_workers, tokens * group, group, 0 if sharing is None else num_rows, num_kv_heads)
+    capacity, members = _num_tiles(num_rows, num_tokens, tokens), members_of_a_tile(group)
+    length = max(capacity, num_rows)
+    tiles = list_tiles(meta, q_lens, capacity, tokens, sliding_window, block_kv)
 
-    tiles = arange(capacity)
-    row_tiles = ceil_div(q_lens, tokens)
-    ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
-    row_q_len = take(q_lens, row)
-    offset = (tiles - take(ends - row_tiles, row)) * tokens
-    count = jnp.where(tiles < ends[-1], jnp.minimum(row_q_len - offset, tokens), 0)
-    position = take(meta.kv_lens, row) - row_q_len + offset
-    start = jnp.zeros_like(position)
-    if sliding_window is not None:
-        start = div(jnp.maximum(position - (sliding_window - 1), 0), block_kv) * block_kv
-    if sharing is not None:
-        start = take(sharing.blocks, row) * block_kv
-    blocks = jnp.where(count > 0, ceil_div(position + count - start, block_kv), 0)
-    own = Tiles(ends[-1], row, take(meta.cu_q_lens, row) + offset, count, position, start, blocks)
-    total = jnp.sum(blocks, dtype=jnp.int32) * num_kv_heads
+    # Where each tile ends on the line: as it is if no rows share, and if all do that may.
+    here, there = arange(length)[:, None], arange(length)[None, :]
+    blocks = pad(tiles.blocks, length)[None, :]
+    if prefixes is None:
+        sums = [jnp.where(there <= here, blocks, 0), jnp.where(there == here, blocks, 0), blocks]
+        ends, blocks, total, longest = reduce_rows(sums, most=[blocks])
+    else:
+        prefix = prefixes.blocks(tiles.row)
+        may = (unread_blocks(take(prefixes.size, tiles.row), prefix, members) > 0) & (tiles.count > 0)
+        rest = blocks - pad(jnp.where(may, prefix, 0), length)[None, :]
+        sums = [jnp.where(there <= here, blocks, 0), jnp.where(there == here, blocks, 0), blocks]
+        sums += [jnp.where(there <= here, rest, 0), jnp.where(there == here, rest, 0), rest]
+        group_sums, group_blocks = sums_of_groups(prefixes, members, length)
+        reduced = reduce_rows([*sums, *group_sums], most=[blocks, rest, group_blocks])
+        *in_groups, in_order, unread, shared_total, longest, longest_rest, longest_prefix = reduced[6:]
+        pays = step_pays(unread, num_kv_heads, num_workers)
+        ends, blocks, total, longest = (
+            jnp.where(pays, x, y) for x, y in zip((*reduced[3:6], longest_rest), (*reduced[:3], longest), strict=True)
+        )
+        groups = share_prefixes(prefixes, in_groups, members, pays)
+        shared_total = jnp.where(pays, shared_total, 0) * num_kv_heads
+        shared_share = cut_share(shared_total, jnp.where(pays, longest_prefix, 0), num_workers, MIN_SHARED)
+    starts, total = ends - blocks, total * num_kv_heads
     busy = num_blocks * jnp.clip(ceil_div(total, num_blocks * full_share), 1, consumers)
-    cuts = cut_line(own, busy, 1, num_kv_heads, num_workers)
+    share = cut_share(total, longest, busy, 1)  # by tile, as all that follows, and the same for each
 
-    first_result = (2 * cuts.first_cut - 1) * parts.tile_rows
-    if sharing is None:
-        fields = {PIECES: cuts.pieces, FIRST_RESULT: first_result}
-        return _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, fields)
+    # Where on the lines workers begin, and of which groups shared tiles and their members are: how many end before.
+    places = arange(max(num_workers + 1, length))[:, None]
 
-    # Shared units, and what becomes of the rows' own ones.
-    of_group = sharing.tile_blocks
-    first_member = own_records + num_workers + of_group.shape[0] * num_kv_heads
-    shared = Tiles(
-        num=sharing.num_tiles,
-        row=sharing.tile_leader,
-        token=first_member + sharing.tile_first,
-        count=sharing.tile_members,
-        position=of_group * block_kv - 1,
-        start=jnp.zeros_like(of_group),
-        blocks=of_group,
-    )
-    shared_cuts = cut_line(shared, num_workers, MIN_SHARED, num_kv_heads, num_workers)
-    heads = arange(num_kv_heads)[None, :]
-    shared_result = jnp.where(
-        shared_cuts.pieces == 1,
-        parts.whole_shared + (heads * num_rows + sharing.tile_first[:, None]).reshape(-1) * group,
-        parts.shared + (2 * shared_cuts.first_cut - 1) * TILE_ROWS,
-    )
-    joins = by_unit(take(sharing.shares, row) & (count > 0), num_kv_heads)
-    whole = parts.whole + (row[:, None] * num_kv_heads + heads).reshape(-1) * group
-    joined = jnp.where(joins, (take(sharing.tile, row)[:, None] * num_kv_heads + heads).reshape(-1), 0)
-    place = by_unit(take(sharing.place, row) * group, num_kv_heads)
-    shared_pieces = jnp.where(joins, take(shared_cuts.pieces, joined), 0)
-    fields = {
-        PIECES: cuts.pieces + shared_pieces,
-        FIRST_RESULT: jnp.where(joins & (cuts.pieces == 1), whole, first_result),
-        SHARED_PIECES: shared_pieces,
-        SHARED_RESULT: jnp.where(joins, take(shared_result, joined) + place, 0),
+    def ended(at: Array) -> Array:
+        return (at[None, :] <= places).astype(jnp.int32)
+
+    sums = [ended(ceil_div(ends * num_kv_heads, share))]
+    if prefixes is not None:
+        end = (groups.start + groups.tiles * groups.blocks) * num_kv_heads
+        sums += [ended(ceil_div(end, shared_share)), ended(groups.first_tile + groups.tiles)]
+        sums += [ended(groups.first_member + groups.size)]
+    begins, *in_groups = reduce_rows(sums)
+
+    parts = PartialRows(num_workers, tokens * group, group, 0 if prefixes is None else num_rows, num_kv_heads)
+    joining = None
+    if prefixes is not None:
+        joining = _Joining(prefixes, groups, shared_share, members, group, parts)
+
+    def own_unit(at: At, tile: Array, head: Array) -> _Unit:
+        own, of_unit, own_share = tiles.at(at, tile), at(blocks), at(share)
+        start = at(starts) * num_kv_heads + head * of_unit
+        first_cut, pieces = cut_units(start, of_unit, own_share, num_workers)
+        fields = {PIECES: pieces, FIRST_RESULT: (2 * first_cut - 1) * parts.tile_rows, KV_START: own.start}
+        if joining is not None:
+            fields = joining.fields(own, head, fields, block_kv)
+        return _Unit(own, head, start, of_unit, own_share, first_cut, pieces, fields)
+
+    beyond, tile = begins[: num_workers + 1] == length, jnp.minimum(begins[: num_workers + 1], capacity - 1)
+    run = Run(take(starts, tile) * num_kv_heads, take(blocks, tile), tile, take(share, tile))
+    shares = begin_shares(run, beyond, tiles.num * num_kv_heads, num_kv_heads, one_tile=True)
+    listed = _records(meta, shares, own_unit, capacity, num_kv_heads, block_kv, num_workers)
+    if joining is None or prefixes is None:
+        return listed
+
+    # Shared units, and their members.
+    shared_capacity, first_shared = num_tiles(num_rows), listed.shape[0] + num_workers
+    first_member = first_shared + shared_capacity * num_kv_heads
+    of_cut, of_tile, of_member = (jnp.minimum(x, num_rows - 1) for x in in_groups)
+
+    def shared_unit(at: At, tile: Array, head: Array) -> _Unit:
+        leader = at(of_tile)
+        of = groups.of(leader)
+        nth, live = tile - of.first_tile, at(in_groups[1]) < length
+        first, of_share = of.first_member + nth * members, take(shared_share, leader)
+        start = (of.start + nth * of.blocks) * num_kv_heads + head * of.blocks
+        first_cut, pieces = cut_units(start, of.blocks, of_share, num_workers)
+        count = jnp.where(live, jnp.minimum(of.size - nth * members, members), 0)
+        shared = Tile(leader, first_member + first, count, of.blocks * block_kv - 1, jnp.zeros_like(leader))
+        result = joining.results(head, first_cut, pieces, first, 0)
+        fields = {PIECES: pieces, FIRST_RESULT: result, KV_START: shared.start}
+        return _Unit(shared, head, start, of.blocks, of_share, first_cut, pieces, fields)
+
+    beyond, leader = in_groups[0][: num_workers + 1] == length, of_cut[: num_workers + 1]
+    of = groups.of(leader)
+    run = Run(of.start * num_kv_heads, of.blocks, of.first_tile, take(shared_share, leader))
+    shares = begin_shares(run, beyond, (groups.first_tile[-1] + groups.tiles[-1]) * num_kv_heads, num_kv_heads)
+    of_shared = _records(meta, shares, shared_unit, shared_capacity, num_kv_heads, block_kv, first_shared)
+    leader, member = of_member[:num_rows], arange(num_rows)
+    place = take(prefixes.place, leader) + member - take(groups.first_member, leader)
+    row = take(in_order, jnp.clip(place, 0, num_rows - 1))  # some row, of those that are no members
+    of_members = {
+        TOKEN: take(meta.cu_q_lens, row),
+        ROW: row,
+        FOLLOWING: num_workers + take(tiles.first, row) * num_kv_heads,
     }
-    own_tile = take(ends - row_tiles, sharing.row)
-    members = {
-        TOKEN: take(meta.cu_q_lens, sharing.row),
-        ROW: sharing.row,
-        FOLLOWING: num_workers + own_tile * num_kv_heads,
-    }
-    return lax.concatenate(
-        [
-            _records(meta, own, cuts, num_kv_heads, block_kv, num_workers, fields),
-            _records(
-                meta,
-                shared,
-                shared_cuts,
-                num_kv_heads,
-                block_kv,
-                own_records + num_workers,
-                {PIECES: shared_cuts.pieces, FIRST_RESULT: shared_result},
-            ),
-            _stack(members, num_rows),
-        ],
-        0,
-    )
+    return lax.concatenate([listed, of_shared, _stack(of_members, (num_rows,))], 0)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What records say of units: blocks of the line before them, their own, and fields of a kind of units.
+
+    Attributes:
+      share: blocks of a worker.
+      first_cut, pieces: as `cut_units` says.
+    """
+
+    tile: Tile
+    head: Array
+    start: Array
+    blocks: Array
+    share: Array
+    first_cut: Array
+    pieces: Array
+    fields: dict[int, Array]
+
+
+@dataclass(frozen=True)
+class _Joining:
+    """How the results of units are joined with those of the shared units of their rows.
+
+    Attributes:
+      share: by leader; blocks of a worker on the line of shared units.
+      members: rows that a tile of theirs holds.
+      group: query heads of a KV head.
+    """
+
+    prefixes: SharedPrefixes
+    groups: Groups
+    share: Array
+    members: int
+    group: int
+    parts: PartialRows
+
+    def fields(self, tile: Tile, head: Array, alone: dict[int, Array], block_kv: int) -> dict[int, Array]:
+        """Of units whose fields would be `alone`, if they did not share."""
+        leader, num_kv_heads = take(self.prefixes.leader, tile.row), self.parts.num_kv_heads
+        of, place = self.groups.of(leader), take(self.prefixes.place, tile.row)
+        rank, shares = place - take(self.prefixes.place, leader), of.size > 0
+        joins, nth = shares & (tile.count > 0), div(rank, self.members)
+        start = (of.start + nth * of.blocks) * num_kv_heads + head * of.blocks
+        first_cut, pieces = cut_units(start, of.blocks, take(self.share, leader), self.parts.workers)
+        first = of.first_member + nth * self.members
+        result = self.results(head, first_cut, pieces, first, rank - nth * self.members)
+        whole = self.parts.whole + (tile.row * num_kv_heads + head) * self.group
+        return {
+            KV_START: jnp.where(shares, of.blocks * block_kv, 0),
+            PIECES: alone[PIECES] + jnp.where(joins, pieces, 0),
+            FIRST_RESULT: jnp.where(joins & (alone[PIECES] == 1), whole, alone[FIRST_RESULT]),
+            SHARED_PIECES: jnp.where(joins, pieces, 0),
+            SHARED_RESULT: jnp.where(joins, result, 0),
+        }
+
+    def results(self, head: Array, first_cut: Array, pieces: Array, first: Array, nth: Array | int) -> Array:
+        """Where the first piece of a shared unit, of members from `first` on, leaves the results of the nth of them."""
+        whole = self.parts.whole_shared + (head * self.parts.num_rows + first) * self.group
+        return jnp.where(pieces == 1, whole, self.parts.shared + (2 * first_cut - 1) * TILE_ROWS) + nth * self.group
 
 
 def _records(
     meta: PagedMetadata,
-    tiles: Tiles,
-    cuts: Cuts,
+    shares: Shares,
+    unit_at: Callable[[At, Array, Array], _Unit],
+    capacity: int,
     num_kv_heads: int,
     block_kv: int,
     first_unit: int,
-    of_units: dict[int, Array],
 ) -> Int32[Array, "R F"]:
     """The records of the workers, then of the units of a line; the latter's records begin at `first_unit`."""
 
-    num_tiles = tiles.row.shape[0]
-    of_tiles = {
-        HEAD: jnp.zeros_like(tiles.row),
-        TOKEN: tiles.token,
-        NUM_TOKENS: tiles.count,
-        POSITION: tiles.position,
-        ROW: tiles.row,
-        KV_START: tiles.start,
+    def fields_of(unit: _Unit, begin: Array | int, blocks: Array) -> dict[int, Array]:
+        return unit.fields | {
+            HEAD: unit.head,
+            TOKEN: unit.tile.token,
+            NUM_TOKENS: unit.tile.count,
+            POSITION: unit.tile.position,
+            ROW: unit.tile.row,
+            KV_START: unit.fields[KV_START] + begin * block_kv,
+            NUM_BLOCKS: blocks,
+            FIRST_WORKER: unit.first_cut - 1,
+            LIVE_TOKENS: meta.cu_q_lens[-1],
+        }
+
+    unit = unit_at(lambda x: x[:capacity, None], arange(capacity)[:, None], arange(num_kv_heads)[None, :])
+    # A unit's first piece ends where the first worker begins behind its first block.
+    blocks = jnp.where(unit.pieces > 1, unit.first_cut * unit.share - unit.start, unit.blocks)
+    of_units = _stack(fields_of(unit, 0, blocks), (capacity, num_kv_heads)).reshape(-1, RECORD)
+    of_units = lax.optimization_barrier(of_units)  # kept from being made once more for the workers
+    first = jnp.minimum(shares.tile * num_kv_heads + shares.head, of_units.shape[0] - 1)
+    own = {
+        KV_START: shares.begin * block_kv,
+        NUM_BLOCKS: shares.blocks,
+        COUNT: shares.count,
+        FOLLOWING: first_unit + first + 1,
     }
-    fields = {which: by_unit(x, num_kv_heads) for which, x in of_tiles.items()} | {
-        HEAD: jnp.broadcast_to(arange(num_kv_heads)[None, :], (num_tiles, num_kv_heads)).reshape(-1),
-        NUM_BLOCKS: cuts.unit_blocks,
-        FIRST_WORKER: cuts.first_cut - 1,
-        LIVE_TOKENS: jnp.broadcast_to(meta.cu_q_lens[-1], cuts.pieces.shape),
-        **of_units,
-    }
-    # Kept from being made once more inside of the gather: that would be the largest program of the step.
-    units = lax.optimization_barrier(_stack(fields, cuts.pieces.shape[0]))
-    workers = {
-        KV_START: cuts.begin * block_kv,
-        NUM_BLOCKS: cuts.first_blocks,
-        COUNT: cuts.count,
-        FOLLOWING: first_unit + cuts.unit + 1,
-    }
-    kept = jnp.asarray([field not in (NUM_BLOCKS, COUNT, FOLLOWING) for field in range(RECORD)])
-    firsts = jnp.where(kept, take(units, cuts.unit), 0) + _stack(workers, cuts.unit.shape[0])
-    return lax.concatenate([firsts, units], 0)
+    kept = jnp.asarray([field != NUM_BLOCKS for field in range(RECORD)])
+    of_workers = jnp.where(kept, take(of_units, first), 0) + _stack(own, first.shape)
+    return lax.concatenate([of_workers, of_units], 0)
 
 
-def _stack(fields: dict[int, Array], length: int) -> Int32[Array, "R F"]:
+def _stack(fields: dict[int, Array], shape: tuple[int, ...]) -> Int32[Array, "*N F"]:
     """Records of these fields, and 0 in the others."""
-    zero = jnp.zeros(length, jnp.int32)
-    return jnp.stack([fields.get(i, zero) for i in range(RECORD)], axis=1)
+    zero = jnp.zeros((), jnp.int32)
+    return jnp.stack([jnp.broadcast_to(fields.get(i, zero), shape) for i in range(RECORD)], axis=-1)

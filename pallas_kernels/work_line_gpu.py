@@ -1,57 +1,94 @@
-"""A line of KV blocks, cut into equal shares: what the work list of the Mosaic GPU kernel is made of (`gpu_plan`)."""
+"""A line of KV blocks, cut into equal shares: what the work list of the Mosaic GPU kernel is made of (`gpu_plan`).
 
+A *unit* of the line is one KV head of a tile; the units of a tile follow each other and have as many blocks each.
+Worker w begins at block w * share.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
-from .indices_gpu import arange, ceil_div, div, take
+from .indices_gpu import arange, ceil_div, div, reduce_rows
+from .metadata import PagedMetadata
 
-
-def by_unit(x: Array, num_kv_heads: int) -> Array:
-    """What tiles have, of each of their units."""
-    return jnp.broadcast_to(x[:, None], (x.shape[0], num_kv_heads)).reshape(-1)
+At = Callable[[Array], Array]  # of an array by tile, what it says of some tiles
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of a line: the first `num` of each array are live, the others have no blocks.
+class Tile:
+    """What records say of tiles (`gpu_plan.make_work_list`): `count` is NUM_TOKENS, `start` KV_START."""
 
-    Attributes:
-      row, token, count, position, start: what their records say (`gpu_plan.make_work_list`).
-      blocks: KV blocks of each KV head.
-    """
-
-    num: Array
     row: Array
     token: Array
     count: Array
     position: Array
     start: Array
-    blocks: Array
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """A line of blocks, cut for the workers; arrays by worker, then by unit.
+class Tiles:
+    """Tiles of query tokens, row by row.
 
     Attributes:
-      unit, begin: where a worker begins: a unit, and a block of it.
-      first_blocks: blocks of its first piece.
-      count: its pieces.
-      first_cut: the first worker that begins behind a unit's first block.
-      pieces: of the unit.
-      unit_blocks: blocks of the unit's first piece.
+      num: how many are live; arrays by tile have more places.
+      first: by row; its first tile.
+      row, nth, q_len, kv_len, cu_q_len: by tile; its row, which of the row's tiles it is, and what is known of the row.
+      tokens, sliding_window, block_kv: static.
     """
 
-    unit: Array
-    begin: Array
-    first_blocks: Array
-    count: Array
-    first_cut: Array
-    pieces: Array
-    unit_blocks: Array
+    num: Array
+    first: Array
+    row: Array
+    nth: Array
+    q_len: Array
+    kv_len: Array
+    cu_q_len: Array
+    tokens: int
+    sliding_window: int | None
+    block_kv: int
+
+    def at(self, at: At, tile: Array) -> Tile:
+        """What records say of some tiles."""
+        q_len, offset = at(self.q_len), at(self.nth) * self.tokens
+        count = jnp.where(tile < self.num, jnp.minimum(q_len - offset, self.tokens), 0)
+        position = at(self.kv_len) - q_len + offset
+        start = jnp.zeros_like(position)
+        if self.sliding_window is not None:
+            start = div(jnp.maximum(position - (self.sliding_window - 1), 0), self.block_kv) * self.block_kv
+        return Tile(at(self.row), at(self.cu_q_len) + offset, count, position, start)
+
+    @property
+    def all(self) -> Tile:
+        """What records say of all."""
+        return self.at(lambda x: x, arange(self.row.shape[0]))
+
+    @property
+    def count(self) -> Array:
+        """Query tokens."""
+        return self.all.count
+
+    @property
+    def blocks(self) -> Array:
+        """KV blocks that each tile sees."""
+        tile = self.all
+        return jnp.where(tile.count > 0, ceil_div(tile.position + tile.count - tile.start, self.block_kv), 0)
+
+
+def list_tiles(
+    meta: PagedMetadata, q_lens: Array, capacity: int, tokens: int, sliding_window: int | None, block_kv: int
+) -> Tiles:
+    """The tiles of a step, at most `capacity`; arguments as for `gpu_plan.make_work_list`."""
+    num_rows = q_lens.shape[0]
+    rows, tiles = arange(num_rows)[None, :], arange(capacity)[:, None]
+    row_tiles = ceil_div(q_lens, tokens)[None, :]
+    first, after = reduce_rows([jnp.where(rows < rows.T, row_tiles, 0), jnp.where(rows <= rows.T, row_tiles, 0)])
+    is_last = rows == num_rows - 1  # which also has the tiles that are not live
+    of_row = (first[None, :] <= tiles) & ((tiles < after[None, :]) | is_last)
+    columns = rows, tiles - first[None, :], q_lens[None, :], meta.kv_lens[None, :], meta.cu_q_lens[None, :-1]
+    row, nth, q_len, kv_len, cu_q_len = reduce_rows([jnp.where(of_row, x, 0) for x in columns])
+    return Tiles(after[-1], first, row, nth, q_len, kv_len, cu_q_len, tokens, sliding_window, block_kv)
 
 
 def round_share(share: Array, longest: Array) -> Array:
@@ -66,39 +103,70 @@ def round_share(share: Array, longest: Array) -> Array:
     return jnp.where(rounded <= share + div(share, 6) + 1, rounded, share)
 
 
-def cut_line(tiles: Tiles, busy: Array | int, least: int, num_kv_heads: int, num_workers: int) -> Cuts:
-    """Cuts a line into shares of `least` blocks or more for `busy` workers or fewer."""
-    blocks = tiles.blocks
-    # Worker w begins at w * share on the line of blocks, which is block `cut` of unit `at`.
-    line = jnp.cumsum(blocks * num_kv_heads, dtype=jnp.int32)  # where each tile ends
-    starts = line - blocks * num_kv_heads
-    num_units = tiles.num * num_kv_heads
-    share = round_share(jnp.maximum(ceil_div(line[-1], busy), least), jnp.maximum(jnp.max(blocks), 1))
-    # Stored, or XLA would make them anew inside of every kernel that follows.
-    line, starts, share = lax.optimization_barrier((line, starts, share))
-    cuts = arange(num_workers + 1) * share
-    tile = jnp.minimum(jnp.sum(line[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32), blocks.shape[0] - 1)
-    beyond = cuts >= line[-1]
-    along, tile_blocks = cuts - take(starts, tile), take(blocks, tile)
-    head = div(along, jnp.maximum(tile_blocks, 1))
-    at = jnp.where(beyond, num_units, tile * num_kv_heads + head)
-    cut = jnp.where(beyond, 0, along - head * tile_blocks)
+def cut_share(num_blocks: Array, longest: Array, busy: Array | int, least: int) -> Array:
+    """Blocks of a worker: `least` or more, for `busy` workers or fewer."""
+    return round_share(jnp.maximum(ceil_div(num_blocks, busy), least), jnp.maximum(longest, 1))
 
-    # Units, and the cuts inside of each.
-    heads = arange(num_kv_heads)[None, :]
-    unit_start = (starts[:, None] + heads * blocks[:, None]).reshape(-1)
-    blocks_of = by_unit(blocks, num_kv_heads)
-    first_cut = jnp.minimum(div(unit_start, share) + 1, num_workers)
-    pieces = 1 + jnp.maximum(ceil_div(unit_start + blocks_of, share) - first_cut, 0)
 
-    here, there, begin, end = at[:-1], at[1:], cut[:-1], cut[1:]
-    unit = jnp.minimum(here, blocks_of.shape[0] - 1)
-    return Cuts(
-        unit=unit,
+@dataclass(frozen=True)
+class Shares:
+    """Shares of workers, arrays by worker.
+
+    Attributes:
+      tile, head: of the unit that the worker begins with; of some unit if it has no work.
+      begin, blocks: first block, and blocks, of its first piece.
+      count: its pieces.
+    """
+
+    tile: Array
+    head: Array
+    begin: Array
+    blocks: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tiles of equal length, one after the other.
+
+    Attributes:
+      start: blocks of the line before them.
+      blocks: of each unit.
+      first_tile: number of the first.
+      share: blocks of a worker, the same for all.
+    """
+
+    start: Array
+    blocks: Array
+    first_tile: Array
+    share: Array
+
+
+def begin_shares(run: Run, beyond: Array, num_units: Array, num_kv_heads: int, *, one_tile: bool = False) -> Shares:
+    """The shares of workers.
+
+    Args:
+      run: for w in [0, workers], the one that block w * share is in; any if it is beyond the line.
+      beyond: whether it is.
+      num_units: of the line.
+      one_tile: whether each run has one tile.
+    """
+    along = jnp.where(beyond, 0, arange(beyond.shape[0]) * run.share - run.start)
+    nth = div(along, jnp.maximum(run.blocks, 1))
+    begin = along - nth * run.blocks
+    at = jnp.where(beyond, num_units, run.first_tile * num_kv_heads + nth)
+    here, there, begin, end, nth = at[:-1], at[1:], begin[:-1], begin[1:], nth[:-1]
+    tile = jnp.zeros_like(nth) if one_tile else div(nth, num_kv_heads)
+    return Shares(
+        tile=run.first_tile[:-1] + tile,
+        head=nth - tile * num_kv_heads,
         begin=begin,
-        first_blocks=jnp.where(here == there, end, take(blocks_of, unit)) - begin,
-        count=jnp.where(here < num_units, there - here + (end > 0).astype(jnp.int32), 0),
-        first_cut=first_cut,
-        pieces=pieces,
-        unit_blocks=jnp.where(pieces > 1, take(cut, first_cut), blocks_of),
+        blocks=jnp.where(here == there, end, run.blocks[:-1]) - begin,
+        count=jnp.where(beyond[:-1], 0, there - here + (end > 0).astype(jnp.int32)),
     )
+
+
+def cut_units(start: Array, blocks: Array, share: Array, num_workers: int) -> tuple[Array, Array]:
+    """The first worker that begins behind the first block of each unit, and how many pieces the unit has."""
+    first_cut = jnp.minimum(div(start, share) + 1, num_workers)
+    return first_cut, 1 + jnp.maximum(ceil_div(start + blocks, share) - first_cut, 0)

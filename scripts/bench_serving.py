@@ -54,6 +54,7 @@ _COMMON_IDS = 1000  # ids that every real vocabulary has
 def main() -> int:
     args = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server of --spawn is ended too
+    load = os.getloadavg()[0]
     try:
         results = _host_cost(args) if args.host_cost else _load_test(args)
     except JpagedError as error:
@@ -61,7 +62,7 @@ def main() -> int:
         return 2
     # The figures are the server's; jax must not take a share of the accelerator that it may run on.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    print_json("bench_serving", results)
+    print_json("bench_serving", {**results, "load_average": [load, os.getloadavg()[0]]})
     failed = not args.host_cost and any(run["errors"] for run in results["runs"])
     return 1 if failed else 0
 

@@ -1,12 +1,19 @@
-"""Times a model with and without guessed tokens (`SpeculationConfig`), on texts to be edited and on questions.
+"""Times a model with and without guessed tokens (`SpeculationConfig`), on texts to be edited and on others.
 
-    python scripts/bench_speculation.py [--model smollm2-135m-instruct] [--batches 1,8,32] [--repeats 3]
-    python scripts/bench_speculation.py --token-buckets 1,16,64,256     fewer shapes to compile
+    python scripts/bench_speculation.py [--model smollm2-135m-instruct] [--rows 1,4,8,16] [--half "held out"]
+    python scripts/bench_speculation.py --replay          other devices' costs, by the same answers
 
-Two engines of one model, alike but for the guesses, answer the same requests in turn, greedily, so many at a time; the
-quickest of the repeats counts. Nothing is found in a prefix cache. An answer *loops* if somewhere a run of tokens
-stands three times in a row or more, 24 tokens or more in all. Such answers are easily guessed, and of no use: they are
-left out, and named. The prompts are in scripts/data/speculation_prompts.json. Prints tables and a last line of JSON.
+Two engines of one model, alike but for the guesses, answer the same requests, so many at a time, greedily and sampled;
+they take turns, and who begins changes with each group. Prompts are in the prefix cache, so what is timed is the
+decoding: by the clock, and by the seconds that all threads of the process computed, which say more on a busy machine.
+
+An answer *loops* if somewhere a run of tokens stands three times in a row or more, 24 tokens or more in all. Such
+answers are easily guessed, and of no use: they are left out, and named. The prompts are in
+scripts/data/speculation_prompts.json; constants of the rule were chosen by every second one, and the others are held
+out. Prints tables and a last line of JSON.
+
+With `--replay`, answers of the first engine are then given once more by the scheduler alone, in a world where steps
+take what they are said to on other devices (`scripts.speculation.replay`).
 """
 
 import argparse
@@ -16,150 +23,105 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import numpy as np
 
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from jpaged.engine import Engine
 from jpaged.fetch import fetch
 from jpaged.models import load_model
-from jpaged.request import Output, SamplingParams
+from jpaged.request import SamplingParams
 from jpaged.tokenizer import Tokenizer
 from scripts.report import print_json, print_table
+from scripts.speculation.prompts import Half, loops, read_prompts
+from scripts.speculation.replay import DEVICES, Answer, replay
 
-PROMPTS: Final = Path(__file__).parent / "data" / "speculation_prompts.json"
 MAX_MODEL_LEN: Final = 1024
-_MAX_PERIOD: Final = 64
-_LEAST_LOOP: Final = 24
+KINDS: Final = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_p": 0.95}}
 _COUNTS: Final = ("num_steps", "num_guesses", "num_hits")
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether a run of tokens stands three times in a row or more, 24 tokens or more in all.
-
-    Example:
-      >>> loops([1, 2, 3, 4, 5, 6, 7, 8] * 3), loops([1, 2, 3, 4, 5, 6, 7, 8] * 2), loops([5] * 23)
-      (True, False, False)
-    """
-    values = np.asarray(tokens)
-    for period in range(1, min(_MAX_PERIOD, len(values) // 3) + 1):
-        least = max(3 * period, _LEAST_LOOP) - period
-        same = values[period:] == values[:-period]
-        ends = np.flatnonzero(np.diff(np.concatenate(([0], same, [0]))))
-        if len(ends) and (ends[1::2] - ends[::2]).max() >= least:
-            return True
-    return False
-
-
-@dataclass
-class Group:
-    """What an engine did for prompts that came at once: the quickest time, and what it counted the first time."""
-
-    seconds: float
-    steps: int
-    guesses: int
-    hits: int
 
 
 @dataclass
 class Served:
-    """What an engine did: groups by their first prompt, and answers."""
+    """What an engine did: seconds and counts by group and repeat, and answers by number."""
 
-    groups: dict[int, Group] = field(default_factory=dict)
+    seconds: list[list[float]] = field(default_factory=list)
+    cpu_seconds: list[list[float]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def add(self, first: int, group: Group, outputs: dict[int, Output]) -> None:
-        """Of one repeat."""
-        if first in self.groups:
-            self.groups[first].seconds = min(self.groups[first].seconds, group.seconds)
-            return
-        self.groups[first] = group
-        self.answers |= {number: output.token_ids for number, output in outputs.items()}
-
-    @property
-    def guesses(self) -> int:
-        return sum(group.guesses for group in self.groups.values())
-
-    @property
-    def hits(self) -> int:
-        return sum(group.hits for group in self.groups.values())
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.answers.values()))
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / sum(group.seconds for group in self.groups.values())
+    def total(self, name: str) -> float:
+        """Seconds of all groups, each by the median of its repeats."""
+        return sum(map(median, getattr(self, name)))
 
 
-def answer(engine: Engine, prompts: dict[int, list[int]], max_tokens: int) -> tuple[float, dict[int, Output]]:
-    """Seconds that all of them took together, and their answers."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    outputs = {}
-    start = time.perf_counter()
+def answer(engine: Engine, prompts: dict[int, list[int]], max_tokens: int, **params) -> dict[int, tuple[int, ...]]:
+    """The answers to prompts that come at once, by their number, which is the seed too."""
+    answers = {}
     for number, prompt in prompts.items():
-        engine.add(prompt, params, request_id=f"{number}")
+        options = SamplingParams(max_tokens=max_tokens, seed=number, **params)
+        engine.add(prompt, options, request_id=f"{number}")
     while engine.has_work:
-        outputs |= {int(output.request_id): output for output in engine.step()}
-    return time.perf_counter() - start, outputs
+        answers |= {int(output.request_id): output.token_ids for output in engine.step()}
+    return answers
 
 
 def compare(
-    engines: tuple[Engine, Engine], prompts: list[list[int]], batch: int, *, max_tokens: int, repeats: int
+    engines: tuple[Engine, Engine], prompts: list[list[int]], rows: int, *, max_tokens: int, repeats: int, **params
 ) -> tuple[Served, Served]:
-    """Answers the prompts, `batch` at a time, by one engine and the other in turn."""
+    """Answers the prompts, `rows` at a time, by one engine and the other in turn."""
     found = Served(), Served()
-    for first in range(0, len(prompts), batch):
-        group = dict(enumerate(prompts[first : first + batch], first))
-        for _ in range(repeats):
-            for engine, served in zip(engines, found, strict=True):
-                before = engine.stats()
-                seconds, outputs = answer(engine, group, max_tokens)
+    for first in range(0, len(prompts), rows):
+        group = dict(enumerate(prompts[first : first + rows], first))
+        for served in found:
+            served.seconds.append([])
+            served.cpu_seconds.append([])
+        for engine in engines:
+            answer(engine, group, 1, **params)
+        for turn in range(repeats):
+            pairs = list(zip(engines, found, strict=True))
+            for engine, served in pairs if (first // rows + turn) % 2 == 0 else reversed(pairs):
+                before, start, cpu_start = engine.stats(), time.perf_counter(), time.process_time()
+                answers = answer(engine, group, max_tokens, **params)
+                served.seconds[-1].append(time.perf_counter() - start)
+                served.cpu_seconds[-1].append(time.process_time() - cpu_start)
                 after = engine.stats()
-                counts = [getattr(after, name) - getattr(before, name) for name in _COUNTS]
-                served.add(first, Group(seconds, *counts), outputs)
+                if not turn:
+                    served.answers |= answers
+                    for name in _COUNTS:
+                        served.counts[name] += getattr(after, name) - getattr(before, name)
     return found
 
 
-def row_of(workload: str, batch: int, plain: Served, guessing: Served) -> dict[str, Any]:
+def cell_of(workload: str, kind: str, rows: int, plain: Served, guessing: Served) -> dict[str, Any]:
     """One line of the results."""
+    num_guesses, num_hits = guessing.counts["num_guesses"], guessing.counts["num_hits"]
+    seconds, guessing_seconds = plain.total("seconds"), guessing.total("seconds")
+    cpu_seconds, guessing_cpu_seconds = plain.total("cpu_seconds"), guessing.total("cpu_seconds")
     return {
         "workload": workload,
-        "batch": batch,
+        "kind": kind,
+        "rows": rows,
         "answers": len(plain.answers),
         "tokens": plain.num_tokens,
-        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
-        "guessing_tokens_per_s": round(guessing.tokens_per_s, 1),
-        "speedup": round(guessing.tokens_per_s / plain.tokens_per_s, 3),
-        "guesses": guessing.guesses,
-        "hits": guessing.hits,
-        "acceptance": _acceptance(guessing),
+        "plain_tokens_per_s": round(plain.num_tokens / seconds, 1),
+        "guessing_tokens_per_s": round(guessing.num_tokens / guessing_seconds, 1),
+        "speedup": round(seconds / guessing_seconds * guessing.num_tokens / plain.num_tokens, 3),
+        "cpu_speedup": round(cpu_seconds / guessing_cpu_seconds * guessing.num_tokens / plain.num_tokens, 3),
+        "plain_steps": plain.counts["num_steps"],
+        "guessing_steps": guessing.counts["num_steps"],
+        "guesses": num_guesses,
+        "hits": num_hits,
+        "acceptance": round(num_hits / num_guesses, 3) if num_guesses else None,
         "equal_answers": sum(guessing.answers[number] == tokens for number, tokens in plain.answers.items()),
-    }
-
-
-def _acceptance(served: Served | Group) -> float | None:
-    return round(served.hits / served.guesses, 3) if served.guesses else None
-
-
-def read_prompts(tokenizer: Tokenizer, limit: int | None) -> dict[str, dict[str, list[int]]]:
-    """Token ids by workload and name."""
-    found = json.loads(PROMPTS.read_text(encoding="utf-8"))
-    texts = {
-        "editing": {one["name"]: f"{one['task']}\n\n{one['text']}" for one in found["editing"]},
-        "questions": {text: text for text in found["questions"]},
-    }
-    return {
-        workload: {
-            name: tokenizer.encode_chat([{"role": "user", "content": text}])
-            for name, text in list(named.items())[:limit]
-        }
-        for workload, named in texts.items()
     }
 
 
@@ -168,11 +130,11 @@ def make_engines(args: argparse.Namespace) -> tuple[Engine, Engine]:
     path = fetch(args.model)
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model, tokenizer = load_model(path, dtype=dtype), Tokenizer.load(path)
-    num_rows = max(16, *args.batches)
+    num_rows = max(16, *args.rows)
     config = EngineConfig(
-        cache=CacheConfig(num_pages=2 + num_rows * MAX_MODEL_LEN // 2 // 16, page_size=16, prefix_cache=False),
+        cache=CacheConfig(num_pages=2 + num_rows * MAX_MODEL_LEN // 2 // 16, page_size=16),
         scheduler=SchedulerConfig(
-            max_num_seqs=num_rows, max_num_batched_tokens=args.token_buckets[-1], max_model_len=MAX_MODEL_LEN
+            max_num_seqs=num_rows, max_num_batched_tokens=args.max_batched_tokens, max_model_len=MAX_MODEL_LEN
         ),
         token_buckets=args.token_buckets,
         decode_steps=args.decode_steps,
@@ -189,51 +151,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"two engines in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     tokenizer = engines[0].tokenizer
     assert tokenizer is not None
-    lines, by_prompt, looping = [], [], {}
-    for workload, named in read_prompts(tokenizer, args.limit).items():
+    cells, looping, replayed = [], {}, []
+    for workload, named in read_prompts(tokenizer, args.half).items():
         names, prompts = list(named), list(named.values())
-        answer(engines[0], {0: prompts[0]}, 8)  # nothing comes for the first time
-        _, outputs = answer(engines[0], dict(enumerate(prompts)), args.max_tokens)
-        kept = [number for number in range(len(prompts)) if not loops(outputs[number].token_ids)]
-        looping[workload] = [names[number] for number in range(len(prompts)) if number not in kept]
-        chosen = [prompts[number] for number in kept]
-        for batch in args.batches:
-            many = [chosen[index % len(chosen)] for index in range(max(batch, len(chosen)))]
-            plain, guessing = compare(engines, many, batch, max_tokens=args.max_tokens, repeats=args.repeats)
-            lines.append(row_of(workload, batch, plain, guessing))
-            print(json.dumps(lines[-1]), file=sys.stderr)
-            if batch == 1:
-                by_prompt += _by_prompt(workload, [names[number] for number in kept], plain, guessing)
+        for kind in args.kinds:
+            answers = answer(engines[0], dict(enumerate(prompts)), args.max_tokens, **KINDS[kind])
+            kept = [number for number in range(len(prompts)) if not loops(answers[number])]
+            looping[f"{workload}, {kind}"] = [names[number] for number in range(len(prompts)) if number not in kept]
+            if args.replay:
+                known = [Answer(prompts[number], answers[number]) for number in kept]
+                for device in DEVICES:
+                    replayed += [
+                        {"workload": workload, "kind": kind, "rows": rows, **replay(device, known, rows)}
+                        for rows in args.rows
+                    ]
+            for rows in args.rows if not args.only_replay else ():
+                count = max(rows, min(args.prompts or len(kept), len(kept)))
+                many = [prompts[kept[index % len(kept)]] for index in range(count)]
+                found = compare(engines, many, rows, max_tokens=args.max_tokens, repeats=args.repeats, **KINDS[kind])
+                cells.append(cell_of(workload, kind, rows, *found))
+                print(json.dumps(cells[-1]), file=sys.stderr)
     return {
         "model": str(args.model),
         "num_tokens": args.num_tokens,
-        "token_buckets": list(args.token_buckets),
+        "token_buckets": sorted({shape.num_tokens for shape in engines[1].step_shapes}),
         "decode_steps": engines[0].config.decode_steps,
         "max_tokens": args.max_tokens,
-        "cells": lines,
+        "repeats": args.repeats,
+        "half": args.half,
+        "cells": cells,
         "looping": looping,
-        "prompts": by_prompt,
+        "replayed": replayed,
     }
-
-
-def _by_prompt(workload: str, names: list[str], plain: Served, guessing: Served) -> list[dict[str, Any]]:
-    """Each prompt alone."""
-    found = []
-    for number, name in enumerate(names):
-        group = guessing.groups[number]
-        found.append(
-            {
-                "workload": workload,
-                "prompt": name,
-                "tokens": len(guessing.answers[number]),
-                "steps": group.steps,
-                "guesses": group.guesses,
-                "hits": group.hits,
-                "acceptance": _acceptance(group),
-                "speedup": round(plain.groups[number].seconds / group.seconds, 2),
-            }
-        )
-    return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -245,27 +194,34 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--model", default="smollm2-135m-instruct", help="known name or folder")
     result.add_argument("--dtype", help="of weights and activations (default: float32 on a CPU, else bfloat16)")
     result.add_argument("--num-tokens", type=int, default=SpeculationConfig.num_tokens, help="guesses of a row")
-    result.add_argument("--batches", type=_numbers, default=(1, 8, 32), metavar="B,...")
-    result.add_argument("--token-buckets", type=_numbers, default=(1, 8, 16, 32, 64, 256), metavar="T,...")
+    result.add_argument("--rows", type=_numbers, default=(1, 4, 8, 16), metavar="N,...", help="requests at a time")
+    result.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), metavar="KIND,...")
+    result.add_argument("--half", choices=get_args(Half), default="held out", help="of the prompts")
+    result.add_argument("--prompts", type=int, help="in a cell at the most, those that loop left out (default: all)")
+    result.add_argument("--token-buckets", type=_numbers, metavar="T,...", help="default: the engine's")
+    result.add_argument("--max-batched-tokens", type=int, default=256)
     result.add_argument("--decode-steps", type=int, help="of one program, for both engines (default: the engine's)")
     result.add_argument("--max-tokens", type=int, default=192)
     result.add_argument("--repeats", type=int, default=1)
-    result.add_argument("--limit", type=int, help="prompts of each kind at the most")
+    result.add_argument("--replay", action="store_true", help="replay the answers on other devices' costs too")
+    result.add_argument("--only-replay", action="store_true", help="and time no guesses on this one")
     return result
 
 
+def _print(title: str, cells: Sequence[dict[str, Any]], keys: dict[str, str]) -> None:
+    rows = [[f"{one['workload']}, {one['kind']}", *(one[key] for key in keys)] for one in cells]
+    print_table(title, ["workload", *keys.values()], rows)
+
+
 def main() -> None:
-    results = run(parser().parse_args())
-    columns = ["workload", "at a time", "tokens", "tokens/s", "with guesses", "times", "accepted", "equal answers"]
-    keys = ("batch", "tokens", "plain_tokens_per_s", "guessing_tokens_per_s", "speedup", "acceptance")
-    rows = [
-        [one["workload"], *(one[key] for key in keys), f"{one['equal_answers']}/{one['answers']}"]
-        for one in results["cells"]
-    ]
-    print_table("Guessed tokens", columns, rows)
-    keys = ("tokens", "steps", "guesses", "hits", "acceptance", "speedup")
-    rows = [[one["prompt"][:40], *(one[key] for key in keys)] for one in results["prompts"]]
-    print_table("One at a time", ["prompt", *keys], rows)
+    args = parser().parse_args()
+    args.replay |= args.only_replay
+    results = run(args)
+    keys = {"rows": "rows", "tokens": "tokens", "plain_tokens_per_s": "tokens/s", "guessing_tokens_per_s": "guessing"}
+    keys |= {"speedup": "times", "cpu_speedup": "by CPU", "acceptance": "accepted", "equal_answers": "equal"}
+    _print("Guessed tokens", results["cells"], keys | {"answers": "of"})
+    keys = {"device": "device", "rows": "rows", "speedup": "times", "slow_row": "slow row", "acceptance": "accepted"}
+    _print("Replayed", results["replayed"], keys)
     print("answers that loop, left out:", results["looping"])
     print_json("bench_speculation", results)
 

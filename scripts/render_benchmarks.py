@@ -26,8 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts import render_memory, render_tpu
+from scripts.cuda import tables as cuda_tables
 from scripts.engine import tables
 from scripts.markdown import table
+from scripts.speculation import tables as speculation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the project lives; docs/README.md says what to do after a change.
@@ -194,6 +196,8 @@ PARTS: Mapping[str, Callable[[list[Record]], str]] = {
     **tables.PARTS,
     **render_memory.PARTS,
     **render_tpu.PARTS,
+    **speculation_tables.PARTS,
+    **cuda_tables.PARTS,
 }
 
 

@@ -27,7 +27,9 @@ Written by `scripts/render_serving.py` from the JSON records beside this page; n
 ## Load tests
 
 `python scripts/bench_serving.py`. Milliseconds; latencies count from when a request was due. "us a token" is CPU time
-for each output token, of the server's processes and of the client that measured them.
+for each output token, of the server's processes and of the client that measured them. "Others" is here and below the
+machine's load average when the run began, and when it ended with the run's own part in it: times of a run that shared
+its cores with others are too long.
 
 {load}
 {pictures}## Host cost beyond the engine
@@ -37,6 +39,12 @@ for each output token, of the server's processes and of the client that measured
 and uvicorn with `json.dumps` and nothing else, on the same machine at the same time: read the ratio.
 
 {host}
+## `/health` in a flood
+
+`python scripts/bench_serving.py --flood`: milliseconds that `/health` takes while the server is sent what takes long to
+read. The bodies of 27 MB come one after the other, the 1,280 requests at once.
+
+{flood}
 ## Soak
 
 `python scripts/soak_serving.py`: random requests, a tenth of them bad, a quarter of them left at any moment, with
@@ -49,14 +57,27 @@ the second half of the run, for a thousand requests.
 `python scripts/soak_serving.py --equality`: every request is sent twice at the same time, streaming and not; texts,
 token ids, finish reasons and usage must be equal, and log-probabilities but for their last bits.
 
-{equality}"""
+{equality}
+## Other people's clients
+
+`python -m scripts.serving.clients`: OpenAI's own client, and EleutherAI's lm-eval on a local task, against
+`jpaged serve`. "Largest difference" is between the log-likelihoods that lm-eval was given and those of the engine
+offline.
+
+{clients}
+## Plans
+
+`python -m scripts.serving.plans`: what `scripts/serve_tpu.py --dry-run` says for chips that are not here. GB of a
+device; what does not fit is refused with exit status 2.
+
+{plans}"""
 
 
 def load_table(records: Sequence[Record]) -> str:
     """Latency, throughput and goodput, a row a run."""
     columns = ["Hardware", "Server, model", "Requests", "Load", "Requests/s", "Output tokens/s"]
     columns += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99"]
-    columns += ["Objective kept", "Errors", "Server, us a token", "Client", "Measured"]
+    columns += ["Objective kept", "Errors", "Server, us a token", "Client", "Others", "Measured"]
     rows = []
     for record in records:
         results = record.results
@@ -78,6 +99,7 @@ def load_table(records: Sequence[Record]) -> str:
                     f"{sum(cpu.values()):,.1f}" if (cpu := run.get("server_cpu_us_per_token")) else "–",
                     f"{run['client']['cpu_us_per_token']:,.1f}"
                     + (" (too slow)" if run["client"]["is_bottleneck"] else ""),
+                    _others(record),
                     _source(record),
                 ]
             )
@@ -109,7 +131,8 @@ def _objective(run: Mapping[str, Any]) -> str:
 
 def host_table(records: Sequence[Record]) -> str:
     """CPU time a token of everything but the engine."""
-    columns = ["Hardware", "Streams", "HTTP", "Engine", "Together", "Not streaming, together", "Bare", "Measured"]
+    columns = ["Hardware", "Streams", "HTTP", "Engine", "Together", "Not streaming, together", "Bare", "Others"]
+    columns += ["Measured"]
     rows = []
     for record in records:
         if record.script != "bench_serving" or "host_cost" not in record.results:
@@ -126,17 +149,41 @@ def host_table(records: Sequence[Record]) -> str:
                 f"{sum(streaming.values()):.1f}",
                 f"{sum(spent['jpaged, in one piece'].values()):.1f}",
                 f"{sum(spent['bare'].values()):.1f}",
+                _others(record),
                 _source(record),
             ]
         )
     return table(columns, rows, num_text=2)
 
 
+def flood_table(records: Sequence[Record]) -> str:
+    """How long `/health` takes, a row for each thing that is sent."""
+    columns = ["Hardware", "Sent", "Answers by status", "Asked", "p50", "p99", "Longest", "Others", "Measured"]
+    rows = []
+    for record in records:
+        if record.script != "bench_serving" or "flood" not in record.results:
+            continue
+        for sent, figures in record.results["flood"].items():
+            health = figures["health"]
+            rows.append(
+                [
+                    record.device,
+                    sent,
+                    ", ".join(f"{count} x {status}" for status, count in figures["statuses"].items()),
+                    f"{health['asked']:,}",
+                    *(f"{health['ms'][name]:,.1f}" for name in ("p50", "p99", "max")),
+                    _others(record),
+                    _source(record),
+                ]
+            )
+    return table(columns, rows, num_text=3)
+
+
 def soak_table(records: Sequence[Record]) -> str:
     """What became of random requests."""
     columns = ["Hardware", "Requests", "Answered", "Refused", "Come again", "Left", "Aborted", "Compared", "Preempted"]
     columns += ["Leaked pages", "Stuck", "Faults", "Errors in the log", "Resident, MiB", "Growth, KiB"]
-    columns += ["Ended in order", "Measured"]
+    columns += ["Ended in order", "Others", "Measured"]
     rows = []
     for record in _soaks(records, equality=False):
         r, outcomes = record.results, record.results["outcomes"]
@@ -156,6 +203,7 @@ def soak_table(records: Sequence[Record]) -> str:
                 ", ".join(f"{name.rpartition('.')[2]} {mib[-1]:,.0f}" for name, mib in r["resident_mib"].items()),
                 ", ".join(f"{kib:,.0f}" for kib in r["growth_kib_per_1000_requests"].values()),
                 "yes" if r["drained_in_order"] else "no",
+                _others(record),
                 _source(record),
             ]
         )
@@ -181,12 +229,77 @@ def equality_table(records: Sequence[Record]) -> str:
     )
 
 
+def clients_table(records: Sequence[Record]) -> str:
+    """What other people's clients got."""
+    columns = ["Hardware", "Model", "openai", "Checks", "Failed", "lm-eval", "Questions", "Accuracy"]
+    columns += ["Largest difference", "Measured"]
+    rows = []
+    for record in records:
+        if record.script != "serving/clients":
+            continue
+        checks, scored = record.results["openai"]["checks"], record.results["lm_eval"]
+        rows.append(
+            [
+                record.device,
+                record.results["model"],
+                record.results["openai"]["version"],
+                f"{len(checks)}",
+                f"{sum(value != 'ok' for value in checks.values())}",
+                *(
+                    ["–"] * 4
+                    if scored is None
+                    else [
+                        scored["version"],
+                        f"{scored['questions']}",
+                        f"{scored['accuracy']:.3f}",
+                        f"{scored['largest_difference']:.1e}",
+                    ]
+                ),
+                _source(record),
+            ]
+        )
+    return table(columns, rows, num_text=2)
+
+
+def plans_table(records: Sequence[Record]) -> str:
+    """What the launcher plans for chips that are not here."""
+    columns = ["Topology", "Model", "Fits", "Models x devices each", "Weights", "All but pages", "Pages", "Of"]
+    columns += ["Tokens in pages", "At once", "Measured"]
+    rows = []
+    for record in records:
+        if record.script != "serving/plans":
+            continue
+        for plan in record.results["plans"]:
+            rows.append(
+                [
+                    plan["topology"],
+                    plan["model"],
+                    "yes" if plan["fits"] else f"no, {plan['lacking_gb']:.2f} are lacking",
+                    f"{plan['num_models']} x {plan['devices_each']}",
+                    f"{plan['weights_gb']:.2f}",
+                    f"{plan['all_but_pages_gb']:.2f}",
+                    f"{plan['pages_gb']:.2f}" if plan["fits"] else "–",
+                    f"{plan['memory_gb']:.2f}",
+                    f"{plan['tokens_in_pages']:,}" if plan["fits"] else "–",
+                    f"{plan['max_num_seqs']}" if plan["fits"] else "–",
+                    _source(record),
+                ]
+            )
+    return table(columns, rows, num_text=3)
+
+
 def _soaks(records: Sequence[Record], *, equality: bool) -> list[Record]:
     return [record for record in records if record.script == "soak_serving" and record.results["equality"] == equality]
 
 
 def _count(outcomes: Mapping[str, int], word: str) -> int:
     return sum(count for outcome, count in outcomes.items() if outcome.startswith(word))
+
+
+def _others(record: Record) -> str:
+    """Load averages of the machine, which older records do not have."""
+    found = record.results.get("load_average")
+    return "–" if found is None else " to ".join(f"{average:.1f}" for average in found)
 
 
 def _source(record: Record) -> str:
@@ -206,6 +319,9 @@ def page(records: Sequence[Record], pictures: Sequence[str]) -> str:
         host=host_table(records),
         soak=soak_table(records),
         equality=equality_table(records),
+        flood=flood_table(records),
+        clients=clients_table(records),
+        plans=plans_table(records),
     )
 
 

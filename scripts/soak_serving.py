@@ -282,6 +282,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from tests.server.tiny_model import write_model
 
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         model = _with_end(write_model(folder / "model"))
@@ -290,6 +291,7 @@ def main() -> int:
         start = command(model, limit).replace("{port}", f"{port}")
         with spawned(start, f"http://127.0.0.1:{port}", options.server_log or folder / "log") as server:
             results = asyncio.run(soak(options, server))
+    results["load_average"] = [load, os.getloadavg()[0]]
     print_table("soak over HTTP", ["what", "figure"], [[name, value] for name, value in results.items()])
     print_json("soak_serving", results)
     bad = ("leaked_pages", "live_at_the_end", "engine_restarts", "failed_requests", "stuck", "faults", "log_faults")

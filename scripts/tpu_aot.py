@@ -7,7 +7,8 @@ Three parts, by libtpu's own compiler:
     cost     the attention kernel beside jax's own `ragged_paged_attention`: issue cycles, bytes, and the share of the
              HBM rate or of the matrix units that follows. A model, not a measurement.
     kernels  a donated step of one layer at serving shapes: does it compile, and is the pool copied.
-    steps    whole prefill and decode steps, sampler included: HBM, pages that remain, collectives.
+    steps    whole prefill and decode steps, and several decode steps in one program: HBM, pages that remain, copies of
+             the pool, collectives.
 
 Prints tables and a last line of JSON (with --json that line alone); exits with 1 if something of jpaged's does not
 compile. That a chip is too small for a model is a finding, and so is a shape that jax's kernel refuses. --ci runs a set

@@ -5,7 +5,9 @@ jpaged itself may be imported only inside of tests and fixtures: the import hook
 this file is read.
 """
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RUNS_LONG = pytest.StashKey[bool]()
+COMPILED = pytest.StashKey["Compiled"]()
 
 # Most tests compile programs that run for a moment, so XLA may spend little on them: no LLVM optimisation, and the
 # older of its two code generators, which is itself the quicker one.
@@ -24,10 +27,44 @@ QUICK_COMPILE = (
 # XLA reads XLA_FLAGS at each compile, not at the first alone. What was set once stays set.
 READ_AGAIN = "--xla_flags_reset=true"
 
-# Compiling makes the first example slow, so no example has a deadline.
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# Compiling makes the first example slow, so no example has a deadline. Nor is anything too slow on a busy machine.
+LATE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("dev", **LATE)
+hypothesis.settings.register_profile("ci", **LATE, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+class Compiled:
+    """A worker's folder of compiled programs, and the one that all workers take them from.
+
+    jax writes its files in place, so workers that wrote to one folder could read half a file. What has been whole for a
+    while gets its name in the others' folders by a link, which is there at once or not at all.
+
+    Args:
+      own: jax's folder.
+      shared: of all workers.
+    """
+
+    SETTLED_S = 2.0  # a file is written in milliseconds
+    PAUSE_S = 1.0
+
+    def __init__(self, own: Path, shared: Path) -> None:
+        self._folders = own, shared
+        for folder in self._folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._due_s = 0.0
+
+    def exchange(self) -> None:
+        """Gives what is new, and takes what others have given, unless it did so a moment ago."""
+        if time.time() < self._due_s:
+            return
+        self._due_s = time.time() + self.PAUSE_S
+        own, shared = ({file.name for file in os.scandir(folder) if file.is_file()} for folder in self._folders)
+        for names, source, target in ((own - shared, *self._folders), (shared - own, *reversed(self._folders))):
+            for name in names:
+                if time.time() - (source / name).stat().st_mtime > self.SETTLED_S:
+                    with contextlib.suppress(FileExistsError):  # another worker was quicker
+                        os.link(source / name, target / name)
 
 
 def _wants_gpu(config: pytest.Config) -> bool:
@@ -48,9 +85,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
         _add_xla_flags(READ_AGAIN)
-    # Tests compile the same steps of the same models many times; processes that tests start share the cache. Workers
-    # do not: jax writes the files in place, and another process could read half of one.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax" / worker))
+    # Tests compile the same steps of the same models many times. Processes that tests start share the folder with
+    # the one that starts them, and workers give each other what they have (`Compiled`).
+    cache = ROOT / ".cache" / "jax"
+    own = cache / (worker or "main")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        config.stash[COMPILED] = Compiled(own, cache / "all")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(own))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
     import jax
@@ -77,6 +118,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (compiled := item.config.stash.get(COMPILED, None)) is not None:
+        compiled.exchange()
     if not item.stash[RUNS_LONG] and not _wants_gpu(item.config):
         _add_xla_flags(QUICK_COMPILE)
 

@@ -19,7 +19,7 @@ from jpaged.request_metrics import RequestMetrics
 from jpaged.stats import EngineStats, PoolUse, StatsCounter
 from jpaged.timing import RequestTiming
 
-MAX_LEN = 1000
+MAX_LEN = 1000  # of prompts; an answer may be as long as a test needs it
 
 
 class FakeEngine:
@@ -83,7 +83,7 @@ class FakeEngine:
             raise KeyError("the prompt said thirteen")
         if any(token >= 100 for token in prompt):
             raise RequestError("a token id is outside of the vocabulary")
-        if len(prompt) + (params.max_tokens or 0) > MAX_LEN:
+        if len(prompt) >= MAX_LEN:
             raise PromptTooLongError(f"{len(prompt)} tokens are too many")
         self.live[request_id] = (prompt, params, stream, [])
         self.about[request_id] = {"priority": priority, "cache_salt": cache_salt, "arrival_s": arrival_s}
@@ -174,8 +174,8 @@ def make(*, step_s: float = 0.0, fails: str = "") -> FakeEngine:
     Args:
       step_s: seconds a step takes.
       fails: "start": it cannot be made; "load": that does not end; "step": a step raises while a request has the prompt
-        [66]; "restart": likewise, and the restart does not end; "crash": the process dies then, "hang": it does not
-        come back, "" else.
+        [66]; "restart": likewise, and the restart does not end; "crash": the process dies then; "hang": the second step
+        of such a request does not end; "" else.
     """
     if fails == "start":
         raise RequestError("no such model")
@@ -183,13 +183,14 @@ def make(*, step_s: float = 0.0, fails: str = "") -> FakeEngine:
         hang()
 
     def on_step(engine: FakeEngine) -> None:
-        if not any(prompt == [66] for prompt, *_ in engine.live.values()):
+        bad = [tokens for prompt, _, _, tokens in engine.live.values() if prompt == [66]]
+        if not bad:
             return
         if fails in ("step", "restart"):
             raise OSError("device lost")
         if fails == "crash":
             os._exit(9)
-        if fails == "hang":
+        if fails == "hang" and bad[0]:
             hang()
 
     engine = FakeEngine(step_s=step_s, on_step=on_step)

@@ -20,7 +20,6 @@ from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
 from jpaged.speculation import may_guess
-from jpaged.step_costs import StepCosts
 from jpaged.step_plan import PlannedRow, StepPlan
 
 VOCAB = 12
@@ -78,7 +77,6 @@ class Oracle:
     """
 
     max_rows = 6
-    costs = StepCosts([1], token=0.0, wait=0.0)
 
     def __init__(self, most: int, window: int | None) -> None:
         self._most = most
@@ -94,12 +92,16 @@ class Oracle:
                 seqs[place].guesser = OracleGuesser(seqs[place], self._window)  # type: ignore[assignment]
         return places
 
-    def counts(self, seqs: AbstractSequence[Sequence], num_rows: int, *, ahead: bool = False) -> list[int]:
+    def counts(self, seqs: list[Sequence], able: list[int], *, ahead: bool = False) -> list[int]:
         """Between none and `most` each, and no token beyond the last one that it may have."""
-        wanted = [(3 * len(seq.tokens) + seq.index + num_rows) % (self._most + 2) for seq in seqs]
-        left = [seq.limit - len(seq.tokens) - 1 for seq in seqs]
-        counts = [min(want, self._most, most) for want, most in zip(wanted, left, strict=True)]
-        return counts if any(count > 0 for count in counts) else []
+        counts = [0] * len(seqs)
+        for place in able:
+            seq = seqs[place]
+            wanted = (3 * len(seq.tokens) + seq.index + len(seqs)) % (self._most + 2)
+            counts[place] = max(min(wanted, self._most, seq.limit - len(seq.tokens) - 1), 0)
+        return counts if any(counts) else []
+
+    wait = settle = begin = lambda *_, **__: None  # it keeps no account
 
 
 class OracleGuesser:

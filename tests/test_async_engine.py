@@ -248,6 +248,8 @@ def test_questions():
             assert await client.call(process_id) == client.info.process_id
             with pytest.raises(JpagedError, match="ZeroDivisionError"):
                 await client.call(lambda engine: 1 / 0)
+            with pytest.raises(RequestError, match=r"limit_s is -1, expected seconds, more than 0"):
+                await client.call(process_id, limit_s=-1)
             report = await client.report()
             assert (report.stats.num_running, report.num_restarts, report.is_paused) == (1, 0, False)
             assert report.histograms["e2e_request_latency_seconds"].count == 0

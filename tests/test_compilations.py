@@ -5,9 +5,12 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.compilations import compile_side_by_side, num_compile_threads
+from jpaged.program_store import ProgramStore
 
 
 class Lowered:
@@ -93,3 +96,83 @@ def test_programs_of_jax_see_the_contexts_of_the_caller():
         (done,) = compile_side_by_side([3], lambda n: program.lower(jnp.zeros(n)))
     assert done.executable(jnp.zeros(3)).tolist() == [1.0, 1.0, 1.0]
     assert num_compile_threads() >= 1
+
+
+class Kept(dict):
+    """A store in memory."""
+
+    def load(self, name):
+        return self.get(name)
+
+    def save(self, name, executable):
+        self[name] = executable
+
+
+def test_what_was_kept_is_not_lowered_and_what_was_compiled_is_kept():
+    store, lowered = Kept(b=lambda: "kept"), []
+    programs = {name: jax.jit(lambda x, n=n: x + n) for n, name in enumerate("abc")}
+
+    def lower(name):
+        lowered.append(name)
+        return programs[name].lower(1.0)
+
+    done = {one.key: one for one in compile_side_by_side("abc", lower, store=store)}
+    assert lowered == ["a", "c"]
+    assert {key: one.kept for key, one in done.items()} == {"a": False, "b": True, "c": False}
+    assert done["b"].executable() == "kept"
+    assert done["b"].seconds > 0
+    assert {key: store[key] is done[key].executable for key in "ac"} == {"a": True, "c": True}
+    assert all(one.kept for one in compile_side_by_side("abc", lower, store=store))
+    assert lowered == ["a", "c"]
+
+
+def test_an_error_while_reading_comes_out_and_the_rest_is_dropped():
+    class Broken(Kept):
+        def load(self, name):
+            raise OSError(name)
+
+    with pytest.raises(OSError, match="a"):
+        list(compile_side_by_side("abc", lambda name: pytest.fail("is lowered"), store=Broken()))
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """jax's own cache in a folder of the test, however little time a program took."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache"
+    before = [getattr(jax.config, name) for name in names]
+    try:
+        for name, value in zip(names, (str(tmp_path / "jax"), 0.0, True), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_what_jax_has_in_its_cache_is_kept_whole(jax_cache, tmp_path):
+    """Of a program that jax read from its cache, XLA for CPUs writes a file that runs nowhere."""
+    hits: list[str] = []
+    square = np.ones((4, 4), np.float32)
+
+    def listen(event: str, **_) -> None:
+        hits.extend([event] if event.endswith("/cache_hits") else [])
+
+    def lower(name):
+        jax.clear_caches()  # as in another process
+        return jax.jit(lambda x: jnp.sort(jnp.tanh(x @ x))).lower(square)
+
+    lower("").compile()  # jax keeps it
+    jax.monitoring.register_event_listener(listen)
+    try:
+        lower("").compile()
+        assert len(hits) == 1
+        store = ProgramStore(tmp_path / "programs", "key", jax.devices()[0])
+        (made,) = compile_side_by_side(["program"], lower, store=store)
+        assert len(hits) == 1
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    kept = store.load("program")
+    assert kept is not None
+    assert kept(square).tolist() == made.executable(square).tolist()

@@ -140,13 +140,17 @@ def test_buckets_are_kept_as_given():
     assert shapes == ["T2 S2 P1", "T2 S2 P4", "T16 S4 P1", "T16 S4 P4"]
 
 
-def test_a_step_has_room_for_the_samples_of_one_row_that_guesses():
-    few = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32)
-    config = EngineConfig(scheduler=few, token_buckets=(1, 4, 32), speculation=SpeculationConfig(num_tokens=7))
-    assert [str(shape) for shape in config.step_shapes(64, 16)][:3] == ["T1 S1 P4", "T4 S4 P4", "T32 S8 P4"]
-    many = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=32)
-    config = dataclasses.replace(config, scheduler=many)
-    assert [shape.num_rows for shape in config.step_shapes(64, 16)][:3] == [1, 4, 16]
+def test_a_step_has_room_for_the_samples_of_rows_that_guess():
+    def shapes(num_rows: int, *buckets: int) -> list[str]:
+        scheduler = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=buckets[-1])
+        guesses = SpeculationConfig(num_tokens=7)
+        config = EngineConfig(scheduler=scheduler, token_buckets=buckets, speculation=guesses, decode_steps=1)
+        return [str(shape) for shape in config.step_shapes(64, 16)]
+
+    assert shapes(2, 1, 4, 32) == ["T1 S1 P4", "T4 S4 P4", "T32 S8 P4"]
+    assert shapes(16, 1, 16, 32, 64, 128) == ["T1 S1 P4", "T16 S16 P4", "T32 S32 P4", "T64 S64 P4", "T128 S16 P4"]
+    assert shapes(4, 32) == ["T32 S16 P4"]
+    assert shapes(16, 16, 256) == ["T16 S16 P4", "T256 S16 P4"]
 
 
 def test_page_buckets_must_hold_the_longest_sequence():

@@ -1,6 +1,5 @@
-"""The demo: its arithmetic, a run with a tiny model, and what the real one answers."""
+"""The demo: its arithmetic, and a run with a tiny model. What the real one answers: tests/test_default_model.py."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,3 @@ def test_a_run_with_a_tiny_model(tiny_folder: Path, capsys: pytest.CaptureFixtur
     # No sequence wastes more than a page but for one token.
     assert figures.paged_wasted_fraction <= figures.running_at_peak * 15 / (figures.pages_at_peak * 16)
     assert figures.paged_wasted_fraction < figures.contiguous_wasted_fraction < 1
-
-
-def test_the_default_model_answers_sensibly(
-    smollm2_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["demo.py", "--json"])
-    monkeypatch.setattr(demo, "MAX_TOKENS", 14)
-    demo.main()
-    shown = capsys.readouterr().out
-    assert "A: The capital of France is Paris." in shown
-    assert "A: I walked to school and ate an apple." in shown
-    figures = json.loads(shown.splitlines()[-1])["results"]
-    assert figures["paged_wasted_fraction"] < 0.2
-    assert figures["contiguous_wasted_fraction"] > 0.95

@@ -1,23 +1,19 @@
 """The documents: tables are fresh, links and names lead somewhere, commands exist, examples run."""
 
 import ast
-import io
 import json
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts import check_wheel, render_benchmarks
+from tests.examples import FENCE, README, ROOT, example, fences, run
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 NOTEBOOK = ROOT / "notebooks" / "quickstart.md"
 DOCUMENTS = [
     README,
@@ -29,9 +25,6 @@ DOCUMENTS = [
 TOP = sorted(path.name for path in ROOT.iterdir() if path.name in ("jpaged", "models", "pallas_kernels", "tests"))
 TOP += ["scripts", "docs", "notebooks", "deploy", ".ci", ".github"]
 
-FENCE = re.compile(
-    r"^(?:<!-- test: (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
-)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"(?:{'|'.join(map(re.escape, TOP))})/[\w./-]*(?:::\w+)?")
 
@@ -41,10 +34,6 @@ def name_of(path: Path) -> str:
 
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-
-
-def fences(document: Path) -> list[re.Match[str]]:
-    return list(FENCE.finditer(document.read_text(encoding="utf-8")))
 
 
 def prose(document: Path) -> str:
@@ -180,8 +169,8 @@ def test_commands_that_are_shown_exist(document: Path) -> None:
             assert (ROOT / script).exists(), f"`{shown}`: no such script"
             source = (ROOT / script).read_text(encoding="utf-8")
             assert all(f'"{flag}"' in source for flag in flags), f"`{shown}`: no such option"
-        for extra in re.findall(r"\[(\w+)\]", shown) if "install" in command else ():
-            assert extra in extras, f"`{shown}`: no such extra"
+        for named in re.findall(r"(?:\.|jpaged)\[([\w,-]+)\]", shown) if "install" in command else ():  # not of others
+            assert set(named.split(",")) <= set(extras), f"`{shown}`: no such extra"
 
 
 def test_the_command_line_page_has_every_command_and_every_option() -> None:
@@ -206,36 +195,10 @@ PYTHON = [
 ]
 
 
-def run(source: str, where: str) -> tuple[dict[str, Any], str]:
-    """Runs an example; returns its names and what it printed."""
-    names: dict[str, Any] = {"__name__": "example"}
-    with redirect_stdout(io.StringIO()) as printed:
-        exec(compile(source, where, "exec"), names)
-    return names, printed.getvalue()
-
-
 @pytest.mark.parametrize(("source", "mark"), PYTHON)
 def test_python_examples_compile(source: str, mark: str | None) -> None:
     compile(source, "an example", "exec")
     assert mark in (None, "run", "run with the default model")
-
-
-def example(document: Path, mark: str, containing: str) -> str:
-    (source,) = [match["body"] for match in fences(document) if match["mark"] == mark and containing in match["body"]]
-    return source
-
-
-def test_the_readmes_example_runs(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.config.default_token_buckets", lambda *_: (32, 512))  # one step compiles, not four
-    source = example(README, "run with the default model", "LLM(")
-    assert len([line for line in source.splitlines() if line.strip()]) <= 10
-    sharing = example(README, "run with the default model", "best_of")
-    names, printed = run(source + sharing, "README.md")
-    assert "'The capital of France is' -> ' Paris" in printed
-    assert "PoolUse(pages_used=" in printed
-    *_, three, two = printed.splitlines()
-    assert (len(ast.literal_eval(three)), len(ast.literal_eval(two))) == (3, 2)
-    assert names["llm"].stats().num_copied_pages > 0
 
 
 def test_the_reinforcement_learning_example_learns() -> None:

@@ -1,5 +1,6 @@
 """Whatever a client says and whenever the engine fails: each request is answered once, and by its own tokens."""
 
+import math
 from array import array
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -174,7 +175,7 @@ def test_refusals_keep_their_kind():
 
 
 def test_a_watchdog_sees_steps_commands_and_restarts():
-    deadline, seen, queue = Deadline(0.0), [], SimpleQueue[Command]()
+    deadline, seen, patient, queue = Deadline(0.0), [], [], SimpleQueue[Command]()
 
     class Slow(FakeEngine):
         def restart(self) -> None:
@@ -187,12 +188,14 @@ def test_a_watchdog_sees_steps_commands_and_restarts():
 
     def emit(events) -> None:
         if isinstance(events[0], Ready):
-            queue.put(Ask(1, "call", (lambda engine: seen.append(deadline.missed),)))
+            queue.put(Ask(1, "call", (lambda engine: seen.append(deadline.missed), None)))
+            queue.put(Ask(2, "call", (lambda engine: patient.append(deadline.missed), math.inf)))
             queue.put(Close() if len(seen) > 1 else add(0, [1], 2, stream=False))
 
     queue.put(Resync())
     EngineLoop(Slow(on_step=on_step), queue, emit, deadline=deadline).run()
-    assert seen == [f"a {what} did not end within 0 s" for what in ("command", "step", "restart")]
+    assert seen == [f"a {what} did not end within 0 s" for what in ("call", "step", "restart")]
+    assert set(patient) == {None}  # a call may have a limit of its own
     assert deadline.missed is None  # to wait for commands takes as long as it takes
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import time
 import pytest
 
 from jpaged.async_engine import AsyncEngine
+from jpaged.engine_host import ORPHANED
 from jpaged.engine_process import EngineProcess, EngineRecipe
 from jpaged.errors import EngineFailedError, JpagedError, RequestError
 from jpaged.request import SamplingParams
@@ -22,7 +24,7 @@ from tests.client_driver import read, run, text_of, tokens_of, until
 from tests.fake_engine import count_frozen_and_arenas, hang, modules, process_id, unpicklable, warn
 
 FEW = SamplingParams(max_tokens=2)
-LONG = SamplingParams(max_tokens=900)
+LONG = SamplingParams(max_tokens=90_000)  # longer than any test
 
 
 def process(policy: RestartPolicy | None = None, **options) -> EngineProcess:
@@ -161,7 +163,7 @@ def test_a_process_that_cannot_be_started_is_tried_again_ever_later_and_then_fin
     [
         ("hang", lambda client: client.generate([66], FEW), "step"),
         ("restart", lambda client: client.generate([66], FEW), "restart"),
-        ("", lambda client: client.call(hang), "command"),
+        ("", lambda client: client.call(hang), "call"),
     ],
 )
 def test_what_does_not_end_counts_as_a_crash(fails, ask, what):
@@ -169,6 +171,7 @@ def test_what_does_not_end_counts_as_a_crash(fails, ask, what):
         recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": fails})
         port = EngineProcess(recipe, hang_s=0.1, retry_s=0.01)
         async with AsyncEngine(port) as client:
+            port._boot = port._boot._replace(hang_s=60.0)  # the next process does nothing that hangs
             first = port.process_id
             with pytest.raises(
                 EngineFailedError, match="device lost" if what == "restart" else f"a {what} did not end"
@@ -198,14 +201,16 @@ def test_a_process_that_is_stopped_counts_as_a_crash():
     """Its own watchdog is stopped with it."""
 
     async def main():
-        recipe = EngineRecipe(maker="tests.fake_engine:make", options={"step_s": 0.001})
-        port = EngineProcess(recipe, hang_s=0.4, silence_s=2.0, retry_s=0.01)
+        port = process(step_s=0.001)
+        port._silence_s = 8.0  # a look a second
         async with AsyncEngine(port) as client:
             first = port.process_id
             stream = await client.stream([1], LONG)
             os.kill(first, signal.SIGSTOP)
-            with pytest.raises(EngineFailedError, match="gave no sign of life for 2 s"):
+            port._silence_s = 0.8
+            with pytest.raises(EngineFailedError, match=r"gave no sign of life for 0\.8 s"):
                 await read(stream)
+            port._silence_s = 60.0  # the next process is not stopped, however late it comes to speak
             await until(lambda: port.process_id not in (None, first) and client.alive)
             assert is_gone(first)
             assert (await client.generate([3], FEW)).token_ids == (3, 4)
@@ -215,11 +220,12 @@ def test_a_process_that_is_stopped_counts_as_a_crash():
 
 def test_an_idle_process_gives_signs_of_life():
     async def main():
-        recipe = EngineRecipe(maker="tests.fake_engine:make")
-        port = EngineProcess(recipe, hang_s=0.2, silence_s=1.0)
+        port = EngineProcess(EngineRecipe(maker="tests.fake_engine:make"), hang_s=0.2)
         async with AsyncEngine(port) as client:
             first = port.process_id
-            await asyncio.sleep(1.5)
+            for _ in range(3):
+                port._num_silent = 1  # a look found none
+                await until(lambda: port._num_silent == 0)
             assert (client.alive, port.process_id) == (True, first)
 
     run(main())
@@ -268,16 +274,25 @@ def test_its_log_is_set_up_as_it_is_told(capfd):
     assert "from a library" in lines[1]["message"]
 
 
+def test_a_process_whose_client_ended_before_its_first_word_ends_in_silence():
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        command = [sys.executable, "-m", "jpaged.engine_host", f"{theirs.fileno()}"]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (ORPHANED, "")
+
+
 def test_a_process_that_hangs_is_killed_at_the_end():
     async def main():
         recipe = EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"})
         port = EngineProcess(recipe, stop_s=0.2)
         async with AsyncEngine(port) as client:
             pid = port.process_id
-            waiting = asyncio.create_task(client.generate([66], FEW))
-            await asyncio.sleep(0.05)
+            stream = await client.stream([66], FEW)
+            await anext(stream)  # it hangs after its first token
         with pytest.raises(EngineFailedError, match="was closed"):
-            await waiting
+            await read(stream)
         assert is_gone(pid)
 
     run(main())
@@ -298,15 +313,16 @@ def test_signals_to_the_whole_group_do_not_cut_off_what_is_drained():
 ORPHAN = """
 import asyncio, os, sys
 from jpaged.async_engine import AsyncEngine
+from jpaged.engine_host import ORPHANED
 from jpaged.engine_process import EngineProcess, EngineRecipe
 
 async def main():
     port = EngineProcess(EngineRecipe(maker="tests.fake_engine:make", options={"fails": "hang"}))
     async with AsyncEngine(port) as client:
-        waiting = asyncio.create_task(client.generate([66]))
-        await asyncio.sleep(0.05)
+        stream = await client.stream([66])
+        await anext(stream)  # it hangs after its first token
         print(port.process_id, "jax" in sys.modules, flush=True)
-        await waiting
+        await anext(stream)
 
 asyncio.run(main())
 """

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from jpaged import speculation
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from jpaged.engine import Engine
 from jpaged.gguf_vocab import gguf_vocabulary
@@ -20,6 +19,7 @@ from tests.fakes import tiny_llama
 from tests.tiny_vocabs import byte_level_metadata
 
 TOKENIZER = Tokenizer(gguf_vocabulary(byte_level_metadata(), "tiny"), "tiny")
+# Whoever has a guess uses it, as it costs nothing.
 GUESSES = SpeculationConfig(num_tokens=7, shortest_match=1, token_cost=0.0, wait_cost=0.0)
 serve = functools.partial(engine_driver.serve, cold=True)
 
@@ -36,15 +36,6 @@ def make_engine(model, *, num_pages=96, token_buckets=(32,), guesses=GUESSES, **
         recompile="error",
     )
     return Engine(model, config, tokenizer=TOKENIZER, eos_token_ids=(2,))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def always():
-    """Whoever has a guess uses it, whether it pays or not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "_MOST_ROWS", 0.0)
-        patch.setattr(speculation, "_LEAST_GAIN", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """The real engine behind a client: answers, who leaves, faults, leaks. Each test leaves an engine without requests."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -41,6 +42,14 @@ def served(engine) -> Iterator[Callable[[], AsyncEngine]]:
     assert not engine.has_work
     assert engine.stats().now.pages_used == 0
     check_pages(engine)
+
+
+@contextlib.asynccontextmanager
+async def held(client: AsyncEngine) -> AsyncIterator[None]:
+    """No step is taken while the block runs: what is asked for there is there at once, however late it is asked."""
+    await client.pause("keep", clear_cache=False)
+    yield
+    await client.resume()
 
 
 def test_streams_say_what_the_engine_says_offline(engine, served):
@@ -106,14 +115,15 @@ def test_who_leaves_frees_its_pages(served, state, prompt_length):
 
     async def main():
         async with served() as client:
-            streams = [await client.stream([i] * prompt_length, params) for i in range(6)]
-            tasks = [asyncio.create_task(client.generate([i] * prompt_length, params)) for i in range(3)]
-            while state not in {request.status for request in (await client.picture()).requests}:
-                pass
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*(stream.aclose() for stream in streams))
-            await asyncio.wait(tasks)
+            async with held(client):
+                streams = [await client.stream([i] * prompt_length, params) for i in range(6)]
+                tasks = [asyncio.create_task(client.generate([i] * prompt_length, params)) for i in range(3)]
+                while state not in {request.status for request in (await client.picture()).requests}:
+                    await client.call(lambda engine: engine.step())
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*(stream.aclose() for stream in streams))
+                await asyncio.wait(tasks)
             before = (await client.report()).stats.num_steps
             after = (await client.report()).stats
             assert after.now.pages_used == after.num_running == after.num_waiting == 0
@@ -131,8 +141,10 @@ def test_a_full_pool_preempts_and_all_are_served(engine, served):
     async def main():
         async with served() as client:
             await client.reset_prefix_cache()
-            outputs = await asyncio.gather(*(client.generate([i] * 5, LONG) for i in range(4)))
-            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+            async with held(client):
+                tasks = [asyncio.create_task(client.generate([i] * 5, LONG)) for i in range(4)]
+                await asyncio.sleep(0)  # they ask
+            assert [(await task).token_ids for task in tasks] == [o.token_ids for o in alone]
 
     run(main())
     assert engine.stats().num_preemptions > before
@@ -158,8 +170,6 @@ def test_a_fault_of_one_request_ends_that_one_alone(engine, served, monkeypatch,
         async with served() as client:
             expected = (await client.generate(PROMPTS[0], GREEDY)).token_ids
             by_token = replace(LONG, stop=("never",))  # its text is made token by token
-            bad = await client.stream(PROMPTS[1], by_token, request_id="bad")
-            other = await client.stream(PROMPTS[0], GREEDY)
 
             def break_it(engine):
                 def fail(*args, **options):
@@ -167,7 +177,10 @@ def test_a_fault_of_one_request_ends_that_one_alone(engine, served, monkeypatch,
 
                 monkeypatch.setattr(engine._collector._live["bad"].builder, "add_token", fail)
 
-            await client.call(break_it)
+            async with held(client):
+                bad = await client.stream(PROMPTS[1], by_token, request_id="bad")
+                other = await client.stream(PROMPTS[0], GREEDY)
+                await client.call(break_it)
             deltas = await read(bad)
             assert deltas[-1].finish_reason == "error"
             assert "an internal error (ValueError)" in bad.error
@@ -193,8 +206,9 @@ def test_a_failed_step_fails_all_and_the_engine_serves_again(engine, served, mon
                     monkeypatch.setattr(engine._runner, "run", run_step)
                     raise RuntimeError("INTERNAL: device lost")
 
-                streams = [await client.stream(prompt, LONG) for prompt in PROMPTS]
-                await client.call(lambda engine, fail=fail: monkeypatch.setattr(engine._runner, "run", fail))
+                async with held(client):
+                    streams = [await client.stream(prompt, LONG) for prompt in PROMPTS]
+                    monkeypatch.setattr(engine._runner, "run", fail)
                 for stream in streams:
                     with pytest.raises(EngineFailedError, match="device lost"):
                         await read(stream)
@@ -218,10 +232,11 @@ def test_a_restart_that_fails_is_tried_again(engine, served, monkeypatch):
 
     async def main():
         async with served() as client:
-            stream = await client.stream(PROMPTS[0], LONG)
             run_step = engine._runner.run
-            monkeypatch.setattr("jpaged.engine.make_pages", no_room)
-            monkeypatch.setattr(engine._runner, "run", fail)
+            async with held(client):
+                stream = await client.stream(PROMPTS[0], LONG)
+                monkeypatch.setattr("jpaged.engine.make_pages", no_room)
+                monkeypatch.setattr(engine._runner, "run", fail)
             with pytest.raises(EngineFailedError):
                 await read(stream)
             monkeypatch.setattr(engine._runner, "run", run_step)
@@ -285,9 +300,9 @@ def test_random_requests_and_aborts_leave_nothing(engine, served):
     async def main():
         async with served() as client:
             todo = [asyncio.create_task(one(client)) for _ in range(300)]
-            while not all(task.done() for task in todo):
-                await asyncio.wait(todo, timeout=0.05)
-                if rng.random() < 0.3:
+            while left := [task for task in todo if not task.done()]:
+                await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                if rng.random() < 0.1:
                     await client.abort(rng.sample(list(client._numbers), min(2, client.num_live)))
             await asyncio.gather(*todo)
             await until(lambda: not engine.has_work)

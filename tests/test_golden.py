@@ -1,36 +1,22 @@
-"""jpaged against Hugging Face transformers in float32: the default model, and a small random one for each branch.
+"""jpaged against Hugging Face transformers in float32: the default model. (Small ones: tests/test_golden_branches.py.)
 
 The values are in tests/golden/*.json, made by scripts/make_golden.py, which says how. Tokens must be equal; logits and
-log-probabilities must be within 1e-3 (and are asked to be far nearer for the small models, to see an epsilon).
+log-probabilities must be within 1e-3.
 """
 
-import functools
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.golden import tiny_models
+from tests.golden import GOLDEN, near, whole
 
-GOLDEN = Path(__file__).parent / "golden"
 SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())
-TINY = {entry["name"]: entry for entry in json.loads((GOLDEN / "tiny.json").read_text())["models"]}
 BEAM = [entry for entry in json.loads((GOLDEN / "beam.json").read_text())["prompts"] if entry["model"] == "smollm2"]
 PROMPTS = SMOLLM2["prompts"]
 ATOL = 1e-3
-TINY_ATOL = 1e-4
-
-
-def near(got: Any, want: Any, atol: float, what: str) -> None:
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=what)
-
-
-def whole(entry: dict[str, Any]) -> list[int]:
-    """Prompt and output but the last token: the token at position i + 1 was chosen from the logits at i."""
-    return entry["token_ids"] + entry["output_token_ids"][:-1]
 
 
 def test_the_golden_values_cover_what_they_promise() -> None:
@@ -39,7 +25,6 @@ def test_the_golden_values_cover_what_they_promise() -> None:
     assert all(len(entry["token_ids"]) > 1500 for entry in PROMPTS if entry["kind"] == "long")
     assert all(len(entry["output_token_ids"]) == len(entry["top_ids"]) == 64 for entry in PROMPTS)
     assert min(len(entry["token_ids"]) for entry in PROMPTS) == 1
-    assert list(TINY) == list(tiny_models.VARIANTS)
     # A token is evidence only if float32 can tell it from the second.
     assert SMOLLM2["smallest_gaps"][0][0] > 2 * SMOLLM2["provenance"]["float32_noise"]
 
@@ -226,73 +211,3 @@ def test_it_answers_in_the_form_that_is_asked_for(llm) -> None:
     assert 0 <= person["age"] <= 150
     assert outputs[1].text in ("yes", "no")
     assert re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", outputs[2].text)
-
-
-# --- small random models ----------------------------------------------------------------------------------------------
-# Compiling a step takes longest. These seven hold every branch between them; the others go through pages when
-# slow tests are asked for.
-THROUGH_PAGES = ("mha", "mqa", "odd_heads", "rope_parameters", "llama32_like", "bias_mqa_linear_tied", "mistral")
-
-
-@pytest.fixture(scope="module")
-def load_tiny(tmp_path_factory: pytest.TempPathFactory):
-    """Of a name, the golden entry and the model, read from a folder as Hugging Face writes it."""
-    from safetensors.numpy import save_file
-
-    from jpaged.models import load_model
-
-    @functools.cache
-    def load(name: str):
-        entry = TINY[name]
-        tensors = tiny_models.weights(entry["config"], entry["seed"])
-        assert tiny_models.digest(tensors) == entry["sha256"], "numpy draws other weights than for the golden values"
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(entry["config"]))
-        save_file(tensors, folder / "model.safetensors")
-        return entry, load_model(folder, dtype="float32")
-
-    return load
-
-
-@pytest.mark.parametrize("name", list(TINY))
-def test_tiny_dense_logits_equal_transformers(load_tiny, name: str) -> None:
-    import jax.numpy as jnp
-    from flax import nnx
-
-    entry, model = load_tiny(name)
-    longest = max(len(whole(run)) for run in entry["runs"])
-    rows = jnp.array([whole(run) + [0] * (longest - len(whole(run))) for run in entry["runs"]], jnp.int32)
-    made = np.asarray(nnx.jit(lambda model, rows: model.causal_logits(rows))(model, rows))
-    for run, row in zip(entry["runs"], made, strict=True):
-        logits = row[len(run["token_ids"]) - 1 : len(whole(run))]
-        near(logits[0], run["first_logits"], TINY_ATOL, name)
-        near(logits[-1], run["last_logits"], TINY_ATOL, name)
-        assert logits.argmax(1).tolist() == run["output_token_ids"]
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in THROUGH_PAGES else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
-)
-def test_tiny_tokens_and_logprobs_through_pages_equal_transformers(load_tiny, name: str) -> None:
-    """Twenty pages of 8 tokens are too few for the three requests: one is preempted and computed again.
-
-    Not so with a sliding window, whose requests keep a few pages each.
-    """
-    from jpaged import LLM, CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
-
-    entry, model = load_tiny(name)
-    config = EngineConfig(
-        cache=CacheConfig(page_size=8, num_pages=20),
-        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128),
-        token_buckets=(32,),
-        check_invariants=True,
-    )
-    llm = LLM(model, config=config, progress=False)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-    outputs = llm.generate([run["token_ids"] for run in entry["runs"]], params)
-    for run, output in zip(entry["runs"], outputs, strict=True):
-        assert list(output.token_ids) == run["output_token_ids"]
-        want = np.array(run["chosen_logits"]) - np.array(run["log_normalizer"])
-        near([got.logprob for got in output.logprobs or ()], want, TINY_ATOL, name)
-    if model.sliding_window is None:
-        assert sum(output.num_preemptions for output in outputs) > 0

@@ -1,14 +1,19 @@
 """`sample` against straightforward numpy, its independence of the batch, and what it compiles to."""
 
+import contextlib
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged import sampler
+from jpaged.pallas_kernels.compat import jax_version
+from jpaged.pallas_kernels.filtered_draw import TILE, Drawn
 from jpaged.request import SamplingParams
-from jpaged.sampler import _argmax, choose_tokens, sample
+from jpaged.sampler import _argmax, _maxima, _taken, _tiles, choose_tokens, sample
 from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, remember
 from jpaged.sampler_tuning import TUNINGS
 from jpaged.sampling_rows import (
@@ -18,6 +23,8 @@ from jpaged.sampling_rows import (
     sampling_kind,
     unpack_sampling_rows,
 )
+from tests.kernels.test_decode_gpu import abstract_hopper
+from tests.kernels.test_filtered_draw import by_sorting
 
 V = 131  # prime: no power of two, no multiple of anything
 S = 32
@@ -78,11 +85,16 @@ class TestGreedy:
     @pytest.mark.parametrize("vocab_size", [1, 3, 256, 97 * 64])
     def test_any_vocabulary_size(self, vocab_size):
         logits = np.round(random_logits(6, num_rows=3, vocab_size=vocab_size))
-        best, token_ids = jax.jit(_argmax)(logits)
+
+        def argmax(logits):
+            tiles = _tiles(logits)
+            return _argmax(_maxima(tiles), lambda tile: _taken(tiles, tile))
+
+        best, token_ids = jax.jit(argmax)(logits)
         np.testing.assert_array_equal(token_ids, logits.argmax(axis=1))
         np.testing.assert_array_equal(best, logits.max(axis=1))
         logits[1, -1] = np.nan
-        assert np.isfinite(jax.jit(_argmax)(logits)[0]).tolist() == [True, False, True]
+        assert np.isfinite(jax.jit(argmax)(logits)[0]).tolist() == [True, False, True]
 
     def test_ignores_seed_and_position_beside_rows_that_draw(self):
         logits = np.repeat(random_logits(7, num_rows=1), S, axis=0)
@@ -180,10 +192,31 @@ class TestIndependenceOfTheBatch:
         rows, state, logits, together = mixed
         np.testing.assert_array_equal(sample_rows(logits, rows, state, GPU), together)
 
+    def test_where_a_kernel_filters(self, mixed, monkeypatch):
+        """All but the kernel: which rows are drawn how, and what is handed over."""
+
+        def drawn(logits, maxima, filters, params):
+            np.testing.assert_array_equal(maxima.shape, (len(logits), -(-V // TILE)))
+            least, token_ids = by_sorting(logits, params)
+            return Drawn(jnp.where(filters, token_ids, V - 1), least)
+
+        monkeypatch.setattr(sampler, "can_draw_filtered", lambda shape: True)
+        monkeypatch.setattr(sampler, "draw_filtered", drawn)
+        rows, state, logits, together = mixed
+        tuning = replace(GPU, kernels=True)
+        everything = jax.jit(lambda *args: sample(*args, tuning).token_ids)
+        np.testing.assert_array_equal(everything(jnp.asarray(logits), rows_on_device(rows), state), together)
+        kinds = [sampling_kind(sampling_fields([one], 1, NULL)) for one in rows]
+        chosen = [i for i in range(S) if kinds[i] in ("greedy", "filter")]
+        of_kind = rows_on_device([rows[i] for i in chosen], len(chosen))
+        found = jax.jit(lambda *args: choose_tokens(*args, "filter", tuning))(jnp.asarray(logits[chosen]), of_kind)
+        np.testing.assert_array_equal(found, together[chosen])
+
     def test_by_the_least_kind_of_program(self, mixed):
         rows, _, logits, together = mixed
         kinds = [sampling_kind(sampling_fields([one], 1, NULL)) for one in rows]
         assert set(kinds) == set(SAMPLING_KINDS)
+        assert sampling_kind(sampling_fields(rows[1:3], 2, NULL)) == "full"  # one draws from all, one from what is left
         for kind in SAMPLING_KINDS[:-1]:
             chosen = [i for i in range(S) if kinds[i] == kind]
             of_kind = rows_on_device([rows[i] for i in chosen])
@@ -345,8 +378,12 @@ class TestCompiled:
     def test_temporaries_are_a_few_times_the_logits(self, compiled):
         assert compiled[0].memory_analysis().temp_size_in_bytes < 10 * 4 * 1000 * 4
 
-    @pytest.mark.parametrize("kind", SAMPLING_KINDS)
+    @pytest.mark.parametrize("kind", [*SAMPLING_KINDS, "filter on Hopper"])
     def test_a_gpu_is_never_asked_which_way_to_go(self, kind):
+        kind, _, hopper = kind.partition(" on ")
+        if hopper and jax_version() < (0, 11):
+            pytest.skip("the kernel needs jax 0.11")
+
         def program(logits, fields, state):
             rows = unpack_sampling_rows(fields)
             if kind == "full":
@@ -355,6 +392,10 @@ class TestCompiled:
             return remember(state.last_token, rows.state_index, rows.samples, token_ids)
 
         fields = jnp.asarray(sampling_fields([row(SamplingParams())], 4, 4))
-        traced = jax.jit(program).trace(jnp.zeros((4, 1000)), fields, make_sampler_state(4, 1000))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert not re.search(r"\b(while|case|if|sort|custom_call)\b", text)
+        with jax.sharding.use_abstract_mesh(abstract_hopper()) if hopper else contextlib.nullcontext():
+            vocab_size = 1001  # on Hopper, a kernel for rows that are no whole 16 bytes
+            traced = jax.jit(program).trace(jnp.zeros((4, vocab_size)), fields, make_sampler_state(4, vocab_size))
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert not re.search(r"stablehlo\.(while|case|if|sort)\b", text)
+        kernels = re.findall(r"custom_call @(\w+)", text)
+        assert [name[: len("mosaic_gpu")] for name in kernels] == ["mosaic_gpu"] * (4 if hopper else 0)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -132,7 +133,8 @@ def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
 
 
 def test_a_server_runs_while_the_block_does(tmp_path: Path, server: FakeServer) -> None:
-    port = "18734"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     (tmp_path / "health").write_text("")
     command = f"python -m http.server {port} --bind 127.0.0.1 --directory {tmp_path}"
     with spawned(command, f"http://127.0.0.1:{port}", tmp_path / "log") as running:

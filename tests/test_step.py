@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged import program_key
 from jpaged.batch import MAX_IN_FLIGHT, BatchPacker
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
@@ -272,3 +273,36 @@ def test_all_are_compiled_and_told_once(fake_runner):
     assert sorted(told, key=str) == sorted(others, key=str)
     assert {done.program for done in runner.compilations} == {GREEDY, *others}
     assert runner.missing(StepNeeds(SHAPE, "full", logprobs=True, prompt_logprobs=True)) == []
+
+
+def test_programs_that_were_kept_are_not_traced(monkeypatch, tmp_path):
+    monkeypatch.setattr(program_key, "_BEGAN", float("inf"))  # whatever happens to the sources while this runs
+    model, plan, seen = make_model(), make_plan(logprobs=1), []
+
+    def make(model=model, **options) -> StepRunner:
+        return make_runner(model, platform="gpu", programs=tmp_path, on_compile=seen.append, **options)
+
+    def start(runner: StepRunner) -> list[int]:
+        packed, shape = BatchPacker((SHAPE,), page_size=8, max_num_seqs=2).pack(plan)
+        needs = runner.needs(packed, shape)
+        runner.compile_all(*make_pool(model), needs.programs())
+        return runner.run(*make_pool(model), packed, needs)[0].token_ids.tolist()
+
+    def refuse(*args):
+        raise LookupError("it is traced")
+
+    first, second, other = make(), make(recompile="error"), make(make_model(rms_norm_eps=0.25))
+    tokens = start(first)
+    assert tokens[0] == dense_logits(model, PROMPT)[-1].argmax()
+    assert seen == [FORWARD, GREEDY, Program("logprobs", 2)]
+    for runner in (second, other):
+        monkeypatch.setattr(runner, "lower", refuse)
+    assert start(second) == tokens
+    assert seen == 2 * [FORWARD, GREEDY, Program("logprobs", 2)]
+    assert [done.program for done in second.compilations] == seen[:3]
+    assert second._lent == first._lent  # which depends on what the model gives
+    second.mark_warm()
+    with pytest.raises(RecompileError, match="sampling S2 draw was not compiled"):
+        second.compile(*make_pool(model), Program("sampling", 2, "draw"))
+    with pytest.raises(LookupError, match="it is traced"):
+        other.compile(*make_pool(model), FORWARD)

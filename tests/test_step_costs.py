@@ -39,11 +39,15 @@ def test_steps_that_were_planned_ahead_count_once_the_device_holds_them_up():
     steps.run(1, 2.0)
     steps.run(1, 2.0)
     assert steps.of(1) == 1.0  # the first one that counts did some things for the first time
+    assert not steps.costs.knows_plain
     steps.run(1, 2.0, times=2)
     assert steps.of(1) == pytest.approx(2.0)
+    assert steps.costs.knows_plain
     steps.run(1, 3.0)
     steps.run(1, 3.0)
-    assert steps.of(1) == pytest.approx(2.2)
+    assert 2.0 < steps.of(1) < 3.0
+    steps.run(1, 3.0, times=40)
+    assert steps.of(1) == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_step_that_was_read_before_guesses_counts_as_such():
@@ -74,10 +78,40 @@ def test_steps_that_are_read_at_once_are_counted_apart():
 
 def test_a_step_that_waited_for_its_caller_counts_little():
     steps = Steps()
-    steps.run(1, 1.0, times=5)
+    steps.run(1, 1.0, times=9)
     steps.run(1, 1000.0)
     steps.run(1, 1.0)
-    assert steps.of(1) == pytest.approx(1.4)
+    assert 1.0 < steps.of(1) < 2.0
+
+
+def test_what_a_step_took_is_told_if_it_was_said_to_wait():
+    steps, told = Steps(), []
+    for waits, seconds in ((False, 1.0), (False, 1.0), (True, 3.0), (True, 3.0), (True, 50.0), (False, 1.0)):
+        told.append(steps.costs.begin(4, waits=waits))
+        steps.now += seconds
+    assert told == [None, None, None, None, 3.0, 3.0 * 3]  # an odd one counts three times at the most
+    assert steps.costs.begin(4, waits=True) is None
+
+
+def test_when_all_steps_become_slower_so_does_a_kind_that_has_none():
+    steps = Steps()
+    steps.run(4, 1.0, times=9)
+    steps.run(16, 2.0, times=9, waits=True)
+    assert (steps.of(4), steps.of(16, waits=True)) == pytest.approx((1.0, 2.0))
+    steps.run(16, 6.0, times=20, waits=True)
+    assert steps.of(16, waits=True) == pytest.approx(6.0, rel=0.05)
+    assert steps.of(4) > 2.0
+
+
+def test_what_steps_take_that_nobody_waits_for_is_measured_again_some_time():
+    steps = Steps()
+    steps.run(1, 1.0, times=5)
+    steps.run(4, 2.0, times=60, waits=True)
+    assert steps.costs.knows_plain
+    steps.run(4, 2.0, times=10, waits=True)
+    assert not steps.costs.knows_plain
+    steps.run(1, 1.0, times=4)
+    assert steps.costs.knows_plain
 
 
 def test_what_lies_between_two_kinds_of_steps_is_not_counted():
@@ -92,11 +126,14 @@ def test_what_lies_between_two_kinds_of_steps_is_not_counted():
     assert steps.of(1) == 1.0
 
 
-def test_doubt_lowers_what_waiting_is_thought_to_cost():
+def test_doubt_gives_hope_until_waiting_is_measured_again():
     steps = Steps()
     steps.run(1, 1.0, times=5)
-    steps.run(4, 5.0, times=3, waits=True)
+    steps.run(4, 3.0, times=3, waits=True)
+    assert steps.costs.hope == 1.0
     for _ in range(100):
         steps.costs.doubt()
-    assert 4.0 < steps.of(4, waits=True) < 4.2
-    assert steps.of(1) == 1.0
+    assert 0.3 < steps.costs.hope < 0.4
+    assert steps.of(4, waits=True) == 3.0
+    steps.run(4, 3.0, times=2, waits=True)
+    assert steps.costs.hope == 1.0

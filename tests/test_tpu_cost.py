@@ -167,6 +167,11 @@ done
     assert "[2/3] v5e:2x2 kernels bad: refused" in capsys.readouterr().err
 
 
+def test_ci_compiles_a_step_and_several_in_one_program() -> None:
+    steps, _ = runs.ci_jobs(["v5e:2x2"])
+    assert [runs.name_of("steps", case) for case in steps.cases] == ["SmolLM2-135M decode", "SmolLM2-135M decode x4"]
+
+
 def test_findings_are_no_failures() -> None:
     too_small = {"part": "steps", "refused": "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 16G"}
     assert runs.failure(too_small) is None

@@ -29,12 +29,14 @@ class Admission:
         self.num_sequences = 0
         self.rejections: Counter[str] = Counter()
         self._of: Counter[str] = Counter()
+        self._num_open = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
     def place(self, tenant: Tenant) -> Iterator["Place"]:
-        """A place for one request while the block runs; the block says how many sequences it needs.
+        """A place for one request while the block runs; the block says how many sequences it needs, and may leave it
+        before it sends the end of an answer.
 
         Raises:
           ApiError: 429 or 503, with the time to come again.
@@ -42,11 +44,16 @@ class Admission:
         if self.is_draining:
             raise self._refused("draining", 503, "the server is about to end; send the request to another one", 5)
         place = Place(self, tenant)
+        self._num_open += 1
+        self._empty.clear()
         try:
             place.widen(1)
             yield place
         finally:
             place.leave()
+            self._num_open -= 1
+            if not self._num_open:
+                self._empty.set()
 
     def check(self, count: int) -> None:
         """Refuses a request of so many sequences if it is too large whatever else is served: to try again is of no use.
@@ -77,7 +84,6 @@ class Admission:
             )
         self._of[tenant.name] = own
         self.num_sequences += count
-        self._empty.clear()
 
     def give_back(self, tenant: Tenant, count: int) -> None:
         """They have ended."""
@@ -85,11 +91,9 @@ class Admission:
         self._of[tenant.name] -= count
         if not self._of[tenant.name]:
             del self._of[tenant.name]
-        if not self.num_sequences:
-            self._empty.set()
 
     async def wait_empty(self) -> None:
-        """Returns when nothing is being served."""
+        """Returns when nothing is being served, and the ends of all answers are handed over."""
         await self._empty.wait()
 
     def _refused(self, reason: str, status: int, message: str, retry_after_s: int) -> ApiError:

@@ -192,7 +192,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Counted:
-    """Counts requests and answers; what nobody foresaw becomes a line in the log."""
+    """Counts requests and answers; what nobody foresaw becomes a line in the log.
+
+    An answer counts before its last piece goes out: who has all of it finds it in the figures.
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: set[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -201,12 +204,22 @@ class _Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
+        status, is_counted = 0, False
+
+        def count() -> None:
+            nonlocal is_counted
+            if not is_counted:
+                is_counted = True
+                self._metrics.num_active -= 1
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.responses[path, status or 499] += 1
 
         async def noted(message: Message) -> None:
             nonlocal status
             if status == 0 and message["type"] == "http.response.start":
                 status = message["status"]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                count()
             await send(message)
 
         connection: Connection | None = scope.get("state", {}).get(STATE_KEY)
@@ -219,6 +232,4 @@ class _Counted:
         except Exception as error:
             _LOGGER.error("a request failed: %s", type(error).__name__, exc_info=error)
         finally:
-            self._metrics.num_active -= 1
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.responses[path, status or 499] += 1
+            count()

@@ -203,10 +203,12 @@ class Door:
             )
         if values["documents"] is not None:
             variables["documents"] = list(values["documents"])
+        if values["tool_choice"] == "auto" and not values["tools"]:
+            raise ApiError(400, "tool_choice is given without tools, expected some to choose from", param="tool_choice")
         shows_tools = values["tools"] and values["tool_choice"] != "none"
         try:
             return self._tokenizer.apply_chat_template(
-                values["messages"],
+                with_call_arguments(values["messages"]),
                 add_generation_prompt=values["add_generation_prompt"],
                 continue_final_message=values["continue_final_message"],
                 tools=list(values["tools"]) if shows_tools else None,
@@ -276,6 +278,43 @@ def _longest_token(tokenizer: Tokenizer) -> int:
         with contextlib.suppress(RequestError):  # vocabularies have holes
             longest = max(longest, len(tokenizer.id_to_token(token_id)))
     return longest
+
+
+def with_call_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose tool calls have their arguments as templates want them: clients send JSON, written as a string.
+
+    Raises:
+      ApiError: 400: it is none, or no object.
+
+    Example:
+      >>> call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+      >>> with_call_arguments([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"][0]["function"]
+      {'name': 'f', 'arguments': {'a': 1}}
+    """
+    return [
+        message | {"tool_calls": [_with_arguments(call, index) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _with_arguments(call: Any, index: int) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        read = parse_json(arguments.encode()) if arguments.strip() else {}
+    except (ApiError, UnicodeEncodeError):
+        read = None
+    if not isinstance(read, dict):
+        raise ApiError(
+            400,
+            f"messages[{index}].tool_calls has arguments that are no JSON object, written as text",
+            param="messages",
+        )
+    return call | {"function": function | {"arguments": read}}
 
 
 def parse_json(body: bytes) -> Any:

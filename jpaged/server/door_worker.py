@@ -7,6 +7,7 @@ limits on both.
 
 import multiprocessing
 import pickle
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,8 @@ from jpaged.server.parameters import Endpoint, Limits
 from jpaged.tokenizer import Tokenizer
 
 _START_S: Final = 60.0
+_END_S: Final = 5.0
+_TOO_MUCH_MEMORY: Final = "reading the request takes too much memory; make it smaller"
 _MORE_BYTES: Final = 4 * 2**30  # of address space, for what it reads
 
 
@@ -40,7 +43,7 @@ class DoorWorker:
         """As `Door.read`. Blocks; called by one thread at a time.
 
         Raises:
-          ApiError: 400: it is refused, or takes too long; 503: the process ended.
+          ApiError: 400: it is refused, or takes too long or too much memory; 503: the process ended.
         """
         try:
             link = self._started()
@@ -51,8 +54,7 @@ class DoorWorker:
                 raise ApiError(400, f"reading the request takes longer than {self._timeout_s:g} s; make it smaller")
             answer = link.recv()
         except (EOFError, OSError):
-            self.close()
-            raise ApiError(503, "the process that reads large requests ended; try again", retry_after_s=1) from None
+            raise self._ended() from None
         if isinstance(answer, ApiError):
             raise answer
         return answer
@@ -75,6 +77,17 @@ class DoorWorker:
         ours.recv()
         return ours
 
+    def _ended(self) -> ApiError:
+        """What is told of a process that ended while it read; without memory the tokenizer, in Rust, aborts."""
+        aborted = False
+        if self._process is not None:
+            self._process.join(_END_S)
+            aborted = self._process.exitcode == -signal.SIGABRT
+        self.close()
+        if aborted:
+            return ApiError(400, _TOO_MUCH_MEMORY)
+        return ApiError(503, "the process that reads large requests ended; try again", retry_after_s=1)
+
     def close(self) -> None:
         """Ends the process."""
         process, link, self._process, self._link = self._process, self._link, None, None
@@ -88,8 +101,6 @@ class DoorWorker:
 
 def _serve(link: Connection, tokenizer: bytes, limits: Limits) -> None:
     """The process's whole life: reads until the other side closes."""
-    import signal
-
     from jpaged.server.door import Door
 
     for name in (signal.SIGINT, signal.SIGTERM):  # they are for the server, which ends this process last
@@ -124,6 +135,6 @@ def _answer(read: Callable[[Endpoint, bytes], Any], endpoint: Endpoint, body: by
     except ApiError as error:
         return error
     except MemoryError:
-        return ApiError(400, "reading the request takes too much memory; make it smaller")
+        return ApiError(400, _TOO_MUCH_MEMORY)
     except Exception as error:  # this process has no log: the kind of fault must do
         return ApiError(500, f"reading the request failed: {type(error).__name__}")

@@ -114,7 +114,7 @@ class _Run:
         tenant: Tenant,
         place: Place,
         answer_id: str,
-        names: Sequence[str],
+        names: list[str],
         arrival_s: float,
     ) -> None:
         self._generation, self._request, self._tenant, self._place = generation, request, tenant, place
@@ -184,12 +184,14 @@ class _Run:
                 if request.form is None:  # else it may be refused yet, when its form is compiled
                     await self._begin_events(send)
                 last = await self._send_events(send, streams)
-                await self._send_last(send, last)
         except (RequestError, EngineFailedError) as error:
             raise self._told(error) from None
+        await self._send_last(send, last)
 
     async def _send_last(self, send: Send, body: bytes) -> None:
-        self._place.leave()  # a client that has its whole answer may send the next request: there is room for it
+        """Sends the end of the answer. Who has it may ask again at once: there is room, and the id is free."""
+        self._place.leave()
+        self._generation.live.forget(self._names)
         await send({"type": "http.response.body", "body": body})
 
     async def _begin_events(self, send: Send) -> None:

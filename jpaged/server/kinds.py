@@ -311,10 +311,12 @@ class Record:
     Attributes:
       kinds: by name.
       required: names that must be there.
+      is_open: other entries are handed on as they are, to whom they concern; else they are refused.
     """
 
     kinds: Mapping[str, Kind]
     required: tuple[str, ...] = field(default=())
+    is_open: bool = False
 
     def read(self, value: Any) -> dict[str, Any]:
         """The entries that are given."""
@@ -325,6 +327,9 @@ class Record:
                 raise Refused(f".{name}", "nothing", "a value")
         entries = {}
         for name, entry in value.items():
+            if name not in self.kinds and self.is_open:
+                entries[name] = entry
+                continue
             if name not in self.kinds:
                 raise Refused("", f"the unknown entry {shown(name)}", f"only {', '.join(self.kinds)}")
             if entry is not None:
@@ -342,7 +347,7 @@ class Record:
                 for name, kind in self.kinds.items()
             },
             "required": list(self.required),
-            "additionalProperties": False,
+            "additionalProperties": self.is_open,
         }
 
 

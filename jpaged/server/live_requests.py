@@ -14,7 +14,8 @@ class LiveRequests:
 
     @contextmanager
     def named(self, answer_id: str, count: int, tenant: Tenant) -> Iterator[list[str]]:
-        """Names for the engine, one a prompt, while the block runs; unlike all others, whatever clients choose.
+        """Names for the engine, one a prompt, while the block runs or until they are forgotten; unlike all others,
+        whatever clients choose.
 
         Args:
           answer_id: as the client knows the request.
@@ -33,8 +34,13 @@ class LiveRequests:
         try:
             yield names
         finally:
-            for name in names:
-                del self._of_engine[name]
+            self.forget(names)
+
+    def forget(self, names: list[str]) -> None:
+        """They name nothing any more; the list is empty after it."""
+        for name in names:
+            del self._of_engine[name]
+        names.clear()
 
     def of_answers(self, answer_ids: Iterable[str]) -> list[str]:
         """The engine's names of requests that clients know by these ids."""

@@ -93,6 +93,7 @@ IGNORED: Final = {
     "safety_identifier": "your own name of the end user",
     "prompt_cache_key": "a hint of which requests begin alike; the prefix cache finds that out itself",
     "prompt_cache_retention": "how long a provider keeps prefixes; here, until their pages are needed",
+    "prompt_cache_options": "where a provider keeps prefixes, and how long; here, of all pages, until they are needed",
     "prediction": "a hint that could only make the answer come sooner",
 }
 
@@ -145,7 +146,7 @@ def _sampling(limits: Limits) -> dict[str, Parameter]:
         "best_of": Parameter(Integer(1, limits.max_n), "Answers to sample, of which the n likeliest are given; beams."),
         "use_beam_search": Parameter(Boolean(), "Search for the n likeliest answers; cannot stream.", False),
         "length_penalty": Parameter(Number(-100, 100), "A beam's log-probability is divided by length to it.", 1.0),
-        "seed": Parameter(Integer(0, 2**63 - 1), "Same seed, same tokens, whatever runs beside."),
+        "seed": Parameter(Integer(-(2**63), 2**63 - 1), "Same seed, same tokens, whatever runs beside."),
         "stop": Parameter(stops, "Strings that end an answer."),
         "stop_token_ids": Parameter(ListOf(token, most=64), "Token ids that end an answer."),
         "include_stop_str_in_output": Parameter(Boolean(), "Leave the stop string in the text.", False),
@@ -182,11 +183,17 @@ def _sampling(limits: Limits) -> dict[str, Parameter]:
             ListOf(token, most=limits.vocab_size, least=1), "Token ids that alone can be sampled; all, if left out."
         ),
         "bad_words": Parameter(Neutral(([],), "use logit_bias"), "Not built."),
+        **{
+            f"guided_{form}": Parameter(Neutral((), f"use structured_outputs.{form}"), "An older name.")
+            for form in ("json", "regex", "choice", "grammar")
+        },
         **{name: Parameter(Ignored(), f"Ignored: {about}.") for name, about in IGNORED.items()},
     }
 
 
 def _template(limits: Limits) -> dict[str, Parameter]:
+    function = Record({"name": Text(1, 256)}, required=("name",), is_open=True)
+    tool = Record({"type": Choice(("function",)), "function": function}, required=("type", "function"), is_open=True)
     own = (
         Text(1, 2**20) if limits.trusts_templates else Neutral((), "this server trusts the model's own template alone")
     )
@@ -198,7 +205,7 @@ def _template(limits: Limits) -> dict[str, Parameter]:
         "chat_template": Parameter(own, "A template of the request's own (trust_request_chat_template)."),
         "chat_template_kwargs": Parameter(AnyObject(), "What else the template uses, such as enable_thinking."),
         "documents": Parameter(ListOf(AnyObject(), most=1024), "Handed to the template, if it uses documents."),
-        "tools": Parameter(ListOf(AnyObject(), most=128), "Functions that the template shows to the model."),
+        "tools": Parameter(ListOf(tool, most=128), "Functions that the template shows to the model."),
         "tool_choice": Parameter(
             Choice(("none", "auto")),
             "none: tools are not shown. auto: they are; a call comes as the text of the answer.",
@@ -247,6 +254,7 @@ def chat_parameters(limits: Limits) -> Table:
             "functions": Parameter(Neutral(([],), "use tools"), "Not built."),
             "function_call": Parameter(Neutral(("none", "auto"), "use tools"), "Not built."),
             "modalities": Parameter(Neutral((["text"],), "this model writes text only"), "Not built."),
+            "moderation": Parameter(Neutral((), "nothing is moderated here"), "Not built."),
             "audio": Parameter(Neutral((), "this model writes text only"), "Not built."),
             "web_search_options": Parameter(Neutral((), "there is no search"), "Not built."),
             "reasoning_effort": Parameter(

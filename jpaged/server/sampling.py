@@ -48,6 +48,8 @@ def sampling_params(
       ApiError: 400: parameters contradict each other.
     """
     given: dict[str, Any] = {name: values[name] for name in _SAME if values[name] is not None}
+    if values["seed"] is not None:
+        given["seed"] = values["seed"] % 2**63  # OpenAI's and vLLM's may be negative
     stop = values["stop"]
     if values["best_of"] is not None and values["best_of"] < values["n"]:
         raise ApiError(400, f"best_of is {values['best_of']}, expected at least n ({values['n']})", param="best_of")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ JAX_RPA: Final = "jax ragged_paged_attention"
 COST_SHAPES: Final = ("llama-3-8b", "llama-3-70b / 8", "D64")
 COST_LOADS: Final = ("decode 32 x 4k", "prefill 4 x 1024 @ 8k")
 MODELS: Final = ("SmolLM2-135M", "Llama-3.2-1B", "Llama-3.1-8B")
-_NO_HBM: Final = re.compile("out of memory (in memory space|on) hbm", re.IGNORECASE)
+_SEVERAL: Final = {"phase": "decode", "num_steps": 4}  # in one program
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -65,8 +64,8 @@ def step_jobs(
             "steps",
             topology,
             tuple(
-                {"model": m, "phase": phase, "page_dtype": d, "layers": layers, "implementation": implementation}
-                for phase in ("decode", "prefill")
+                {"model": m, "page_dtype": d, "layers": layers, "implementation": implementation, **phase}
+                for phase in ({"phase": "decode"}, {"phase": "prefill"}, _SEVERAL)
                 for d in page_dtypes
             ),
         )
@@ -76,12 +75,14 @@ def step_jobs(
 
 
 def ci_jobs(topologies: Iterable[str]) -> list[Job]:
-    """What CI has the time for: a layer of a whole step, KV write included, and one comparison with jax's kernel."""
+    """What CI has the time for: a layer of a step, KV write included, and of several steps in one program; a comparison
+    with jax's kernel.
+    """
     jobs = []
     for topology in topologies:
         decode = {"kernel": JPAGED, "pages": "bfloat16", "shape": "llama-3-70b / 8", "load": COST_LOADS[0]}
         step = {"model": MODELS[0], "phase": "decode", "layers": 1, "implementation": "mosaic_tpu"}
-        jobs.append(Job("steps", topology, (step,)))
+        jobs.append(Job("steps", topology, (step, step | _SEVERAL)))
         jobs.append(Job("cost", topology, (decode, {**decode, "kernel": JAX_RPA})))
     return jobs
 
@@ -91,7 +92,8 @@ def name_of(part: str, case: dict[str, Any]) -> str:
     if part == "kernels":
         return case["name"]
     if part == "steps":
-        return f"{case['model']} {case['phase']}"
+        several = f" x{case['num_steps']}" if case.get("num_steps", 1) > 1 else ""
+        return f"{case['model']} {case['phase']}{several}"
     return f"{case['kernel']} {case['shape']} {case['load']} {case['pages']}"
 
 

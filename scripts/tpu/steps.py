@@ -33,17 +33,21 @@ _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|col
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step of a model: "decode" is one token of each of 32 sequences, "prefill" 2,048 tokens."""
+    """A step of a model: "decode" is one token of each of 32 sequences, "prefill" 2,048 tokens.
+
+    `num_steps`: decode steps in one program (`EngineConfig.decode_steps`), sampling included.
+    """
 
     model: str
     phase: str
     page_dtype: str = "bfloat16"
     layers: int | None = None  # None: all of the model's
+    num_steps: int = 1
 
     @property
     def shape(self) -> StepShape:
         tokens = MAX_NUM_SEQS if self.phase == "decode" else 2048
-        return StepShape(tokens, MAX_NUM_SEQS, MAX_MODEL_LEN // PAGE_SIZE)
+        return StepShape(tokens, MAX_NUM_SEQS, MAX_MODEL_LEN // PAGE_SIZE, self.num_steps)
 
 
 def compile_step(case: StepCase, chip: Chip, mesh: Mesh, implementation: str | None = None) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def compile_step(case: StepCase, chip: Chip, mesh: Mesh, implementation: str | N
         specs = model.page_specs(
             num_pages=num_pages, page_size=PAGE_SIZE, dtype=jnp.dtype(case.page_dtype), implementation=name
         )
-        runner = StepRunner(model, max_logprobs=20, implementation=name)
+        runner = StepRunner(model, max_logprobs=20, implementation=name, platform="tpu")
         runner.params = placed(runner.params)
         pages = [abstract_pages(spec, sharding) for spec in specs]
         state = placed(jax.eval_shape(lambda: make_sampler_state(MAX_NUM_SEQS, config.vocab_size)))

@@ -149,10 +149,10 @@ def test_work_lists_of_announced_layers_are_made_once() -> None:
             q = paged_attention(q, kv_pages, meta, implementation="mosaic_gpu")
         return q
 
-    def sums(announced: tuple, count: int) -> int:  # a list has some
+    def sums(announced: tuple, count: int) -> int:  # of a list: rounds of reductions
         op = partial(attend, announced=announced, count=count)
         with jax.sharding.use_abstract_mesh(abstract_hopper()):
-            return str(jax.make_jaxpr(op)(inputs.q, inputs.kv_pages, inputs.meta)).count("name=cumsum")
+            return str(jax.make_jaxpr(op)(inputs.q, inputs.kv_pages, inputs.meta)).count(" reduce[")
 
     once = sums(((heads, None),), 3)
     assert once > 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels import PagedMetadata, PageSpec
 from jpaged.pallas_kernels import gpu_plan as plan
+from jpaged.pallas_kernels.indices_gpu import reduce_rows
 from jpaged.pallas_kernels.prefix_plan_gpu import (
     JOIN_BLOCKS,
     STEP_BLOCKS,
@@ -21,6 +22,7 @@ from jpaged.pallas_kernels.prefix_plan_gpu import (
     num_tiles,
     pays,
     share_prefixes,
+    sums_of_groups,
 )
 from jpaged.pallas_kernels.tuning import TILE_ROWS, choose_gpu_blocks
 from jpaged.pallas_kernels.xla_plan import plan_xla
@@ -126,19 +128,20 @@ def walk(records: np.ndarray):
 def check(meta: PagedMetadata) -> list[tuple[list[int], int]]:
     """Compares with the model, walks the list as the workers do, and returns the groups that share."""
     prefixes, shares, records = plan_all(meta)
-    leader, rank, size, blocks = (
-        np.asarray(x) for x in (prefixes.leader, prefixes.rank, prefixes.size, prefixes.blocks)
+    leader, place, size, blocks = (
+        np.asarray(x) for x in (prefixes.leader, prefixes.place, prefixes.size, prefixes.blocks())
     )
     groups = groups_of(meta)
     found = [
-        (sorted(np.flatnonzero((leader == s) & (size > 0)).tolist()), int(blocks[s]))
+        (sorted(np.flatnonzero(leader == s).tolist()), int(blocks[s]))
         for s in range(ROWS)
-        if size[s] and leader[s] == s
+        if size[s] > 1 and leader[s] == s
     ]
     assert sorted(found) == sorted(groups)
     for rows, _ in groups:
-        assert rank[rows].tolist() == list(range(len(rows)))
+        assert (place[rows] - place[rows[0]]).tolist() == list(range(len(rows)))
         assert (size[rows] == len(rows)).all()
+    assert sorted(place.tolist()) == list(range(ROWS))
     unread = {tuple(rows): (len(rows) - -(-len(rows) // MEMBERS)) * n for rows, n in groups}
     groups = [(s, n) for s, n in groups if unread[tuple(s)] >= JOIN_BLOCKS * len(s)]
     if sum(unread[tuple(s)] for s, _ in groups) * HEADS < STEP_BLOCKS * WORKERS:
@@ -235,17 +238,26 @@ def test_who_shares(some: list[Row], groups: list[tuple[list[int], int]]) -> Non
 @pytest.mark.parametrize("sizes", [(3,), (31, 33), (3, 3, 2), (2, 2), (64,)])
 def test_there_is_room_for_tiles_of_two_rows(sizes: tuple[int, ...]) -> None:
     leader = np.repeat(np.cumsum((0, *sizes[:-1])), sizes)
-    rank = np.concatenate([np.arange(size) for size in sizes])
+    count = len(leader)
     prefixes = SharedPrefixes(
         leader=jnp.asarray(leader, jnp.int32),
-        rank=jnp.asarray(rank, jnp.int32),
+        place=jnp.arange(count, dtype=jnp.int32),
         size=jnp.asarray(np.repeat(sizes, sizes), jnp.int32),
-        blocks=jnp.full(len(leader), 10_000, jnp.int32),
+        tokens=jnp.full(count, 10_000 * BLOCK, jnp.int32),
+        page_size=PAGE,
+        block_kv=BLOCK,
     )
-    found = share_prefixes(prefixes, 2, 1, WORKERS)
-    assert found.shares.all()
-    assert int(found.num_tiles) == sum(-(-size // 2) for size in sizes) <= num_tiles(len(leader))
-    assert int(found.tile_members.sum()) == len(leader)
+    sums, longest = sums_of_groups(prefixes, 2, count)
+    *of_groups, in_order, unread, blocks, most = reduce_rows(sums, most=[longest])
+    groups = share_prefixes(prefixes, of_groups, 2, jnp.ones(count, bool))
+    assert np.asarray(groups.size)[np.unique(leader)].tolist() == list(sizes)
+    assert int(groups.size.sum()) == count
+    tiles = sum(-(-size // 2) for size in sizes)
+    assert int(groups.tiles.sum()) == tiles <= num_tiles(count)
+    assert (np.asarray(blocks) == tiles * 10_000).all()
+    assert (np.asarray(unread) == (count - tiles) * 10_000).all()
+    assert (np.asarray(most) == 10_000).all()
+    assert in_order.tolist() == list(range(count))
 
 
 def test_a_prefix_leaves_a_token_to_each_row() -> None:

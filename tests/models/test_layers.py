@@ -1,15 +1,29 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged.models import RopeScaling
 from jpaged.models.layers import RMSNorm, rotary_angles, rotary_frequencies
+from jpaged.models.linear import Linear
 
 from .paged import tiny_config
 
 PLAIN = 10000.0 ** -np.array([0, 0.25, 0.5, 0.75])  # head_dim 8
+
+
+def test_a_product_of_one_row_is_rounded_once():
+    linear = Linear(8, 4, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    types = [
+        str(equation.outvars[0].aval)
+        for rows in (1, 2)
+        for equation in jax.make_jaxpr(linear)(jnp.ones((rows, 8), jnp.bfloat16)).eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    assert types == ["float32[1,4]", "bfloat16[2,4]"]
 
 
 def frequencies(**changes):

@@ -1,8 +1,12 @@
 """`/v1/chat/completions`: what comes back, whole and by events, and what the template is given."""
 
+import json
+
 import pytest
 
+from jpaged.server.door import Door
 from tests.server.running import events
+from tests.server.test_reception import LIMITS
 from tests.server.tiny_model import ids
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -87,6 +91,18 @@ def test_tools_reach_the_template_or_are_refused(server) -> None:
     response = server.http.post("/v1/chat/completions", json={"messages": HI, "tools": tools})
     assert response.status_code == 400
     assert "does not use tools" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ({"a": 1}, '{"a": 1}')])
+def test_arguments_of_calls_reach_the_template_as_objects(tokenizer, arguments, shown) -> None:
+    """Clients send them as text; templates write them as JSON."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = {
+        "messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "chat_template": "{{ messages[1].tool_calls[0].function.arguments | tojson }}",
+    }
+    request = Door(tokenizer, LIMITS).read("chat", json.dumps(body).encode())
+    assert tokenizer.decode(list(request.prompts[0].token_ids)) == shown
 
 
 def test_structured_outputs_reach_the_engine(server) -> None:

@@ -147,6 +147,12 @@ def test_parameters_reach_the_engine(server) -> None:
     assert server.client.seen[0]["cache_salt"] == "s"
 
 
+def test_seeds_may_be_negative(server) -> None:
+    for seed in (-1, -(2**63), 2**63 - 1):
+        complete(server, prompt="ab", seed=seed)
+    assert [seen["params"].seed for seen in server.client.seen] == [2**63 - 1, 0, 2**63 - 1]
+
+
 def test_beam_search_needs_no_temperature(server) -> None:
     complete(server, prompt="ab", n=2, use_beam_search=True, length_penalty=0.5)
     params = server.client.seen[0]["params"]

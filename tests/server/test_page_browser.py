@@ -1,4 +1,4 @@
-"""The built-in page in a real browser, on a real engine; skipped where there is no Chromium."""
+"""The built-in page in a real browser, on a real engine; where there is no Chromium, how to get one."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ from scripts.chromium import Chromium, chromium, find_chromium
 from tests.server.running import Running, running
 
 PATH = find_chromium()
-pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium here; CHROMIUM can name one")
+pytestmark = pytest.mark.skipif(
+    PATH is None,
+    reason="there is no Chromium here: install one (Debian, Ubuntu: apt-get install chromium), or name it in CHROMIUM",
+)
 ENTER = ("Enter", 13)
 HEALTH = "document.querySelector('#health').textContent"
 ANSWER = "document.querySelector('.answers')?.innerText ?? ''"

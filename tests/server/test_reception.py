@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,9 +75,32 @@ def test_a_worker_that_takes_too_long_is_replaced(tokenizer) -> None:
         loop = "{% for i in range(2000) %}{{ ('a' * 16000000).replace('a', 'b') | length }}{% endfor %}"
         with pytest.raises(ApiError, match=r"takes longer than 0\.2 s"):
             worker.read("chat", body(**CHAT, chat_template=loop))
+        worker._timeout_s = 60.0  # the next one may take as long as a busy machine makes it take
         assert json.loads(worker.read("tokenize", body(prompt="a")))["count"] == 1
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize(("ending", "status"), [(signal.SIGABRT, 400), (signal.SIGKILL, 503)])
+def test_whose_fault_it_is_that_a_worker_dies(worker, ending, status) -> None:
+    """The tokenizer aborts where there is no memory for what it makes: to send the same again would not help."""
+    assert json.loads(worker.read("tokenize", body(prompt="a")))["count"] == 1
+    link, process = worker._link, worker._process
+
+    class Dying:
+        """The link to a process that ends before it answers."""
+
+        def send(self, endpoint) -> None:
+            os.kill(process.pid, ending)
+            link.send(endpoint)
+
+        def __getattr__(self, name):
+            return getattr(link, name)
+
+    worker._link = Dying()
+    with pytest.raises(ApiError) as caught:
+        worker.read("tokenize", body(prompt="a"))
+    assert (caught.value.status, caught.value.retry_after_s) == (status, 1 if status == 503 else None)
 
 
 def test_a_worker_that_dies_is_replaced(worker) -> None:

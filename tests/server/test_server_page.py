@@ -63,3 +63,15 @@ def test_every_setting_is_an_option() -> None:
         "send_timeout_s",
     }
     assert {field.name for field in fields(ServerConfig)} - constant == {field.name for field in fields(ServerOptions)}
+
+
+def test_every_metric_is_named_and_no_other() -> None:
+    from tests.test_deploy import exported
+
+    names = {name.removeprefix("jpaged:") for name in exported() if name.startswith("jpaged:")}
+    ends = re.compile("_(bucket|sum|count|created)$")
+    histograms = {ends.sub("", name) for name in names if name.endswith("_bucket")}
+    others = {name.removesuffix("_total") for name in names if ends.sub("", name) not in histograms}
+    told = PAGE.read_text(encoding="utf-8").split("\n## Metrics\n")[1]
+    rows = re.findall(r"^\| (`.*?`) \|", told, re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(histograms | others)

@@ -51,7 +51,7 @@ CASES = [
     (COMPLETIONS, {"logit_bias": {"1" * 5000: 1}}, "logit_bias", "the key '1111"),
     (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias", r"logit_bias\[1\] is 101"),
     (COMPLETIONS, {"logit_bias": {f"{i}": 1 for i in range(301)}}, "logit_bias", "at most 300"),
-    (COMPLETIONS, {"seed": -1}, "seed", "integer in"),
+    (COMPLETIONS, {"seed": 2**63}, "seed", "integer in"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
     (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown entry 'x'"),
     (COMPLETIONS, {"stream": "yes"}, "stream", "true or false"),
@@ -77,7 +77,8 @@ CASES = [
     (COMPLETIONS, {"suffix": "x"}, "suffix", "left out"),
     (COMPLETIONS, {"bad_words": ["x"]}, "bad_words", "logit_bias"),
     (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids", "list of 1 to 300"),
-    (COMPLETIONS, {"guided_json": {}}, "guided_json", "no parameter of this endpoint"),
+    (COMPLETIONS, {"guided_json": {}}, "guided_json", r"use structured_outputs\.json"),
+    (COMPLETIONS, {"best-of": 2}, "best-of", "no parameter of this endpoint"),
     (COMPLETIONS, {"messages": []}, "messages", "no parameter of this endpoint"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
     (COMPLETIONS, {"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
@@ -110,6 +111,10 @@ CASES = [
     (CHATS, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "cannot be used"),
     (CHATS, {"tool_choice": "required"}, "tool_choice", "'none', 'auto'"),
     (CHATS, {"tool_choice": {"type": "function"}}, "tool_choice", "'none', 'auto'"),
+    (CHATS, {"tool_choice": "auto"}, "tool_choice", "without tools"),
+    (CHATS, {"tools": [{"type": "function"}]}, "tools", r"tools\[0\]\.function is nothing"),
+    (CHATS, {"tools": [{"type": "function", "function": {}}]}, "tools", r"tools\[0\]\.function\.name is nothing"),
+    (CHATS, {"tools": [{"type": "x", "function": {"name": "f"}}]}, "tools", r"tools\[0\]\.type is 'x'"),
     (CHATS, {"functions": [{}]}, "functions", "use tools"),
     (CHATS, {"modalities": ["audio"]}, "modalities", "text only"),
     (CHATS, {"echo": True}, "echo", "no parameter"),
@@ -190,7 +195,15 @@ def test_prompts_are_not_repeated_in_errors(server, body) -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [SECRET, [SECRET], [{"role": [SECRET]}], [{"role": "user", "content": {SECRET: 1}}], [{"content": SECRET}]],
+    [
+        SECRET,
+        [SECRET],
+        [{"role": [SECRET]}],
+        [{"role": "user", "content": {SECRET: 1}}],
+        [{"content": SECRET}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": f'["{SECRET}"]'}}]}],
+    ],
 )
 def test_messages_are_not_repeated_in_errors(server, messages) -> None:
     response = server.http.post(CHATS, json={"messages": messages})

@@ -1,0 +1,1 @@
+"""Parts of `cuda_aot.py`."""

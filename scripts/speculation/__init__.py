@@ -1,0 +1,1 @@
+"""What `scripts/bench_speculation.py` is made of."""
