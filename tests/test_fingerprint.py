@@ -75,7 +75,7 @@ def test_a_place_is_part_of_an_array():
         (nnx.Dropout(0.5, rngs=nnx.Rngs(0)).__call__, "Dropout.__call__"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "ShapeDtypeStruct"),
     ],
-    ids=str,
+    ids=range(10),
 )
 def test_code_that_nobody_has_seen_has_no_text(value, named):
     with pytest.raises(UnseenError, match=named):
