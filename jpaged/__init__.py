@@ -9,6 +9,7 @@ Example:
 """
 
 import importlib
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jpaged.structured import StructuredOutput
     from jpaged.tokenizer import Tokenizer
 
+BEGAN = time.time()  # nothing of jpaged was read before
 __version__ = "0.2.0"
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import numbers
 import time
 from array import array
@@ -293,6 +294,10 @@ class AsyncEngine:
         """
         if limit_s is not None and not (isinstance(limit_s, numbers.Real) and limit_s > 0):
             raise RequestError(f"limit_s is {limit_s!r:.40}, expected seconds, more than 0, or None")
+        try:
+            limit_s = None if limit_s is None else float(limit_s)
+        except OverflowError:  # an integer beyond all floats
+            limit_s = math.inf
         return await self._ask("call", function, limit_s)
 
     async def _ask(self, what: Question, *arguments: Any) -> Any:

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import sys
-import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,8 @@ import jax
 import jpaged
 from jpaged.fingerprint import UnseenError, describe, is_known, without_address
 
-_BEGAN: Final = time.time()
+_BEGAN: Final = jpaged.BEGAN
+_TICK_S: Final = 0.05  # a file system's clock may be behind by so much
 _PACKAGES: Final = (
     *("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "libtpu", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"),
     *(f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")),
@@ -88,6 +89,8 @@ def _read_sources() -> _Sources:
         if path not in found and path.is_file():
             found[path] = text = path.read_bytes()
             wanted += [name.decode() for name in re.findall(rb"^ *(?:from|import) jpaged\.(\w+)", text, re.MULTILINE)]
+    if not found:
+        raise UnseenError(f"the sources of jpaged, which are not files in {root}")
     modules = frozenset(path.stem for path in found)
     for folder in (*_paths("jpaged.models"), *_paths("jpaged.pallas_kernels")):
         for parent, names, files in os.walk(folder):
@@ -113,7 +116,7 @@ def sources() -> str:
     """
     read = _read_sources()
     for path in read.paths:
-        if path.stat().st_ctime > _BEGAN:
+        if path.stat().st_ctime > _BEGAN - _TICK_S:
             raise UnseenError(f"{path}, which was changed after this process began")
     return read.digest
 
@@ -134,14 +137,15 @@ def refuse_replaced_code() -> None:
 
 def _refuse_foreign(value: Any, where: str) -> None:
     value = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
-    module = getattr(value, "__module__", None)
-    if not (callable(value) and isinstance(module, str)):
-        return
-    package = module.partition(".")[0]
-    if package.startswith("namedtuple_"):  # Python's library writes their methods
-        return
-    if not is_known(module) and package not in _read_sources().imports:
-        raise UnseenError(f"{module}.{getattr(value, '__qualname__', '')}, which {where} holds")
+    while callable(value):
+        # What a decorator wraps lends it its name, not its code.
+        is_function = isinstance(value, types.FunctionType)
+        module = value.__globals__.get("__name__") if is_function else getattr(value, "__module__", None)
+        package = module.partition(".")[0] if isinstance(module, str) else "jpaged"
+        known = package.startswith("namedtuple_") or package in _read_sources().imports  # the library writes the first
+        if package == "unittest" or not (known or is_known(str(module or "jpaged"))):
+            raise UnseenError(f"{module}.{getattr(value, '__qualname__', '')}, which {where} holds")
+        value = getattr(value, "__wrapped__", None)
 
 
 @functools.cache

@@ -5,8 +5,8 @@ import hashlib
 import logging
 import os
 import pickle
-import tempfile
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -41,7 +41,7 @@ def open_store(folder: Path, parts: Any, sharding: Any) -> "ProgramStore | None"
         return None
     try:
         key = program_key(parts, devices[0])
-    except UnseenError as error:
+    except (UnseenError, OSError) as error:
         logger.info("steps are traced at each start, as their code is not known: %s", error)
         return None
     return ProgramStore(folder, key, devices[0])
@@ -62,7 +62,7 @@ class ProgramStore(Generic[Key]):
       max_bytes: of all files in the folder.
 
     Example:
-      >>> import tempfile
+      >>> import uuid
       >>> store = ProgramStore(Path(tempfile.mkdtemp()), "0", jax.devices()[0])
       >>> store.save("double", jax.jit(lambda x: 2 * x).lower(1.0).compile())
       >>> float(store.load("double")(4.0)), store.load("triple")
@@ -102,14 +102,13 @@ class ProgramStore(Generic[Key]):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._make_room(len(data))
-            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=_PARTIAL, delete=False) as file:
-                try:
-                    file.write(data)
-                    file.close()
-                    os.replace(file.name, self._path(name))
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            partial = self._folder / f"{uuid.uuid4().hex}{_PARTIAL}"
+            try:
+                partial.write_bytes(data)
+                os.replace(partial, self._path(name))
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
         except OSError as error:
             self._say("compiled programs are not kept: %s", error)
 

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import jpaged
 from jpaged import program_key as keys
 from jpaged.fingerprint import UnseenError
+from jpaged.models.layers import rotary_angles
 from jpaged.program_key import program_key
 from tests.fakes import tiny_llama
 
@@ -102,12 +104,7 @@ def test_the_sources_of_all_that_programs_are_made_from_count(monkeypatch):
         assert f"jpaged/{path}.py" in names or f"{path}.py" in names
     assert read.modules.isdisjoint({"engine", "scheduler", "server", "cli", "llm"})  # which only use them
     plain = key()
-
-    def another():
-        return read._replace(digest="another")
-
-    another.__module__ = keys.__name__  # or it would be refused as foreign
-    monkeypatch.setattr(keys, "_read_sources", another)
+    monkeypatch.setattr(keys, "_read_sources", functools.partial(read._replace, digest="another"))
     assert key() != plain
 
 
@@ -145,10 +142,19 @@ def own(*args):
     return args
 
 
+@functools.wraps(rotary_angles)
+def lent(*args):
+    return args
+
+
 @pytest.mark.parametrize(
     "target", ["jpaged.models.layers.rotary_angles", "jpaged.models.layers.MLP.__call__", "jpaged.sampler.sample"]
 )
-@pytest.mark.parametrize("patch", [own, functools.partial(own, 1), jax.jit(own), lambda *args: args], ids=str)
+@pytest.mark.parametrize(
+    "patch",
+    [own, functools.partial(own, 1), jax.jit(own), lambda *args: args, lent],
+    ids=["function", "partial", "jitted", "lambda", "with-another-name"],
+)
 def test_code_that_was_replaced_is_not_that_of_the_sources(monkeypatch, target, patch):
     import jpaged.sampler  # noqa: F401
 
@@ -157,5 +163,9 @@ def test_code_that_was_replaced_is_not_that_of_the_sources(monkeypatch, target, 
     with monkeypatch.context() as patched:
         patched.setattr(target, patch)
         with pytest.raises(UnseenError, match=r"tests\.test_program_key\..*, which jpaged\."):
+            key()
+    with monkeypatch.context() as patched:
+        patched.setattr(target, MagicMock())
+        with pytest.raises(UnseenError, match=r"unittest\.mock\..*, which jpaged\."):
             key()
     key()

@@ -16,13 +16,7 @@ from jpaged.request import SamplingParams
 from jpaged.sampler import _argmax, _maxima, _taken, _tiles, choose_tokens, sample
 from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, remember
 from jpaged.sampler_tuning import TUNINGS
-from jpaged.sampling_rows import (
-    SAMPLING_KINDS,
-    SamplingRow,
-    sampling_fields,
-    sampling_kind,
-    unpack_sampling_rows,
-)
+from jpaged.sampling_rows import SAMPLING_KINDS, SamplingRow, sampling_fields, sampling_kind, unpack_sampling_rows
 from tests.kernels.test_decode_gpu import abstract_hopper
 from tests.kernels.test_filtered_draw import by_sorting
 

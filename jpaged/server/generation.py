@@ -190,6 +190,8 @@ class _Run:
 
     async def _send_last(self, send: Send, body: bytes) -> None:
         """Sends the end of the answer. Who has it may ask again at once: there is room, and the id is free."""
+        if self._request.stream and self.status == 200:  # a client that does not read is waited for with its place
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
         self._place.leave()
         self._generation.live.forget(self._names)
         await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,7 @@ The compiler is that of jax's CUDA plugin, with ptxas (`PACKAGES`). Nothing of w
 is tuned by trying: XLA takes for each product what its rules say, where on the device it would measure.
 """
 
-import importlib.util
+import importlib.metadata
 import os
 import sys
 from typing import Any, Final
@@ -48,8 +48,8 @@ PACKAGES: Final = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "
 
 
 def can_compile() -> bool:
-    """Whether the plugin is installed."""
-    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+    """Whether all of `PACKAGES` are installed."""
+    return all(any(importlib.metadata.distributions(name=name)) for name in PACKAGES)
 
 
 def prepare() -> None:
