@@ -1,6 +1,6 @@
 """Times the sampler by what a step's rows ask for, their number and the vocabulary, on the first device.
 
-    python scripts/bench_sampling.py [--quick] [--render FILE]
+    python scripts/bench_sampling.py [--quick] [--kernels] [--render FILE]
 
 Each time is that of one of several calls in one program, each of which waits for the one before. Logits are normal,
 three of them raised, as a model's are; "wide" asks for a share of the probability that takes thousands of tokens.
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
+from jpaged.pallas_kernels.filtered_draw import can_draw_filtered
 from jpaged.request import SamplingParams
 from jpaged.sampler import choose_tokens, sample
 from jpaged.sampler_state import make_sampler_state
-from jpaged.sampler_tuning import TUNINGS
+from jpaged.sampler_tuning import TUNINGS, SamplerTuning
 from jpaged.sampling_rows import SamplingKind, SamplingRow, sampling_fields, sampling_kind, unpack_sampling_rows
 from scripts.bench_kernels import median_us
 from scripts.engine.roofs import measure_roofs
@@ -63,9 +65,8 @@ def make_step(kind: SamplingKind, state: Any, tuning: Any):
     return jax.jit(step)
 
 
-def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
+def measure(num_rows: int, vocab_size: int, tuning: SamplerTuning) -> dict[str, float]:
     """Microseconds a sampling, by what is asked for."""
-    tuning = TUNINGS.get(jax.default_backend(), TUNINGS["cpu"])
     logits = 2.5 * jax.random.normal(jax.random.key(0), (num_rows, vocab_size))
     logits = logits.at[:, 7:300:100].add(jnp.array([12.0, 11.0, 10.0]))
     state = make_sampler_state(1, vocab_size)
@@ -101,6 +102,7 @@ def render(record: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the sampler.")
     parser.add_argument("--quick", action="store_true", help="1 and 256 rows only")
+    parser.add_argument("--kernels", action="store_true", help="filter by the kernels for Hopper, used in steps or not")
     parser.add_argument("--render", metavar="FILE", type=Path, help="print a record as Markdown and measure nothing")
     arguments = parser.parse_args()
     if arguments.render:
@@ -111,15 +113,20 @@ def main() -> None:
     on_cpu = jax.default_backend() == "cpu"
     rows = CPU_ROWS if on_cpu else QUICK_ROWS if arguments.quick else ROWS
     roof = measure_roofs("float32", scale=0.05 if on_cpu else 1.0).read
+    tuning = TUNINGS.get(jax.default_backend(), TUNINGS["cpu"])
+    if arguments.kernels:
+        if not can_draw_filtered((1, VOCABULARIES[0])):
+            sys.exit("--kernels needs a Hopper GPU and jax 0.11")
+        tuning = replace(tuning, kernels=True)
     results = []
     for vocab_size in CPU_VOCABULARIES if on_cpu else VOCABULARIES:
         for num_rows in rows:
             read_us = 4 * num_rows * vocab_size / roof * 1e6
-            for asks, us in measure(num_rows, vocab_size).items():
+            for asks, us in measure(num_rows, vocab_size, tuning).items():
                 result = {"asks": asks, "vocab_size": vocab_size, "rows": num_rows, "us": round(us, 1)}
                 results.append(result | {"read_us": round(read_us, 2), "fraction": round(read_us / us, 3)})
     print_table("Sampling", _COLUMNS, _lines(results))
-    print_json("bench_sampling", {"read_bytes_per_s": round(roof), "sampling": results})
+    print_json("bench_sampling", {"read_bytes_per_s": round(roof), "kernels": tuning.kernels, "sampling": results})
 
 
 if __name__ == "__main__":
