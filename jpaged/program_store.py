@@ -62,7 +62,7 @@ class ProgramStore(Generic[Key]):
       max_bytes: of all files in the folder.
 
     Example:
-      >>> import uuid
+      >>> import tempfile
       >>> store = ProgramStore(Path(tempfile.mkdtemp()), "0", jax.devices()[0])
       >>> store.save("double", jax.jit(lambda x: 2 * x).lower(1.0).compile())
       >>> float(store.load("double")(4.0)), store.load("triple")
