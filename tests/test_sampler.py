@@ -377,13 +377,13 @@ class TestCompiled:
         kind, _, hopper = kind.partition(" on ")
         if hopper and jax_version() < (0, 11):
             pytest.skip("the kernel needs jax 0.11")
+        tuning = replace(GPU, kernels=bool(hopper))
 
         def program(logits, fields, state):
             rows = unpack_sampling_rows(fields)
             if kind == "full":
-                return sample(logits, rows, state, GPU)
-            token_ids = choose_tokens(logits, rows, kind, GPU)
-            return remember(state.last_token, rows.state_index, rows.samples, token_ids)
+                return sample(logits, rows, state, tuning)
+            return remember(state.last_token, rows.state_index, rows.samples, choose_tokens(logits, rows, kind, tuning))
 
         fields = jnp.asarray(sampling_fields([row(SamplingParams())], 4, 4))
         with jax.sharding.use_abstract_mesh(abstract_hopper()) if hopper else contextlib.nullcontext():
