@@ -27,6 +27,9 @@ class StepCosts:
       measures: whether costs are corrected.
       clock: gives seconds.
 
+    Attributes:
+      hope: part of what waiting is thought to cost by which it is tried again; 1 where it was measured just now.
+
     Example:
       >>> costs = StepCosts([1, 4, 16], token=0.1, wait=0.5, measures=False)
       >>> costs.of(3, waits=False), costs.of(3, waits=True)
@@ -52,7 +55,7 @@ class StepCosts:
         self._num_since = _FRESH  # steps that were read at once since one that was not
         self._begun: tuple[int, bool, int, float] | None = None
         self._num_alike = 0  # steps in a row that were planned ahead
-        self._doubt = 1.0
+        self.hope = 1.0
 
     @property
     def knows_plain(self) -> bool:
@@ -96,7 +99,7 @@ class StepCosts:
         if times > _KNOWN:  # else it is what was expected of its kind that was wrong
             self._speed *= ratio**_SPEED_WEIGHT
         if waits:
-            self._doubt = 1.0
+            self.hope = 1.0
             self._num_since += 1
         else:
             self._num_since = 0
@@ -107,14 +110,9 @@ class StepCosts:
         size = self._padded(num_tokens)
         return self._expected(size, waits) * self._factor(size, waits) * self._speed
 
-    @property
-    def hope(self) -> float:
-        """Part of what waiting is thought to cost by which it is tried again; 1 where it was measured just now."""
-        return self._doubt
-
     def doubt(self) -> None:
         """Waiting was thought to cost too much; some time that is tried again."""
-        self._doubt *= _DOUBT
+        self.hope *= _DOUBT
 
     def _padded(self, num_tokens: int) -> int:
         return next((size for size in self._sizes if size >= num_tokens), num_tokens)

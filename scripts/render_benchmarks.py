@@ -29,6 +29,7 @@ from scripts import render_memory, render_tpu
 from scripts.cuda import tables as cuda_tables
 from scripts.engine import tables
 from scripts.markdown import table
+from scripts.render_memory import source
 from scripts.speculation import tables as speculation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,10 +88,6 @@ def load_records(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: (record.script, record.device, record.name))
 
 
-def _source(record: Record) -> str:
-    return f"{record.date}, `{record.commit}`"
-
-
 def engine_table(records: list[Record]) -> str:
     """Throughput of requests together and one by one."""
     columns = ["Hardware", "Model", "Requests", "One by one, tokens/s", "Together, tokens/s", "Ratio"]
@@ -105,7 +102,7 @@ def engine_table(records: list[Record]) -> str:
                 f"{t['together_tokens_per_s']:,.1f}",
                 f"{t['speedup']:.2f}",
                 f"{t['peak_wasted_fraction']:.1%}",
-                _source(record),
+                source(record),
             ]
             for record in records
             if record.script == "bench_engine" and "together" in record.results
@@ -150,7 +147,7 @@ def memory_table(records: list[Record]) -> str:
                 f"{r['contiguous_bytes'] / _MIB:,.1f} MiB",
                 f"{r['contiguous_wasted_fraction']:.1%}",
                 f"{r['tokens_per_second']:,.0f}",
-                _source(record),
+                source(record),
             ]
             for record in records
             if record.script == "demo"

@@ -63,6 +63,11 @@ class Record(Protocol):
     def results(self) -> Mapping[str, Any]: ...
 
 
+def source(record: Record) -> str:
+    """When a record was measured and of which commit, for a cell of a table."""
+    return f"{record.date}, `{record.commit}`"
+
+
 def _percent(fraction: float, digits: int = 1) -> str:
     return f"{100 * fraction:.{digits}f}"
 
@@ -90,7 +95,7 @@ def workload_table(records: Sequence[Record]) -> str:
                 f"{w['max_model_len']:,}",
                 w["hardware"],
                 f"{w['settings']['slots']:,}",
-                f"{record.date}, `{record.commit}`",
+                source(record),
             ]
             for title, w, record in having(records, "workload")
         ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from scripts.markdown import table
-from scripts.render_memory import Record
+from scripts.render_memory import Record, source
 
 _LOADS: Final = {
     "prefill": "prefill, prompt tokens/s",
@@ -41,10 +41,6 @@ def _model(record: Record) -> str:
     return f"{r['model']}, {r['dtype']}{pages}{scale}"
 
 
-def _source(record: Record) -> str:
-    return f"{record.date}, `{record.commit}`"
-
-
 def _beside(row: Mapping[str, Any], digits: int) -> list[str]:
     vllm = f"{row['vllm']:,.{digits}f}" if "vllm" in row else "–"
     times = f"{row['times_vllm']:.2f}" if "vllm" in row else "–"
@@ -58,7 +54,7 @@ def summary_table(records: Sequence[Record]) -> str:
     return table(
         columns,
         (
-            [record.device, _model(record), what, f"{value:,.{digits}f}", *_beside(r, digits)[:2], _source(record)]
+            [record.device, _model(record), what, f"{value:,.{digits}f}", *_beside(r, digits)[:2], source(record)]
             for record in _records(records, "decode")
             for what, r, value, digits in _summary(record.results)
             if "vllm" in r
@@ -150,7 +146,7 @@ def setting_table(records: Sequence[Record]) -> str:
                 f"{len(r['step_shapes'])}",
                 f"{r['compiled_at_start']}",
                 f"{r['compiled_at_end'] - r['compiled_at_start']}" if "compiled_at_end" in r else "–",
-                _source(record),
+                source(record),
             ]
             for record in _records(records, "roofs")
             for r in [record.results]

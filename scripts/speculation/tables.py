@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from scripts.markdown import table
-from scripts.render_memory import Record
+from scripts.render_memory import Record, source
 
 
 def _records(records: Sequence[Record]) -> Iterator[Record]:
@@ -39,7 +39,7 @@ def cells_table(records: Sequence[Record]) -> str:
                 f"{cell['speedup']:.2f}",
                 f"{cell['cpu_speedup']:.2f}",
                 f"{cell['equal_answers']} of {cell['answers']}",
-                f"{record.date}, `{record.commit}`",
+                source(record),
             ]
             for record in _records(records)
             for cell in record.results["cells"]
