@@ -30,6 +30,7 @@ from scripts.cuda import tables as cuda_tables
 from scripts.engine import tables
 from scripts.markdown import table
 from scripts.render_memory import source
+from scripts.serving import tables as serving_tables
 from scripts.speculation import tables as speculation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +196,7 @@ PARTS: Mapping[str, Callable[[list[Record]], str]] = {
     **render_tpu.PARTS,
     **speculation_tables.PARTS,
     **cuda_tables.PARTS,
+    **serving_tables.PARTS,
 }
 
 

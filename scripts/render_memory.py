@@ -6,6 +6,7 @@ The tables need the standard library alone, the pictures matplotlib (the extra `
 that it prints.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -281,6 +282,7 @@ PARTS: Final[Mapping[str, Callable[[Sequence[Record]], str]]] = {
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     from jpaged.errors import ConfigError
     from scripts.memory.figures import draw
     from scripts.render_benchmarks import load_records

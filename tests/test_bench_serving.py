@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from jpaged.errors import ConfigError
 from jpaged.lengths import Lengths
 from jpaged.tokenizer import Tokenizer
-from scripts import bench_serving, render_benchmarks, render_serving
+from scripts import bench_serving, render_benchmarks
+from scripts.serving import tables as serving_tables
 from scripts.serving.arrivals import random_arrivals, traced_arrivals
 from scripts.serving.http_client import CutOffError, Dechunker, HttpClient
 from scripts.serving.load import Share, Target, run_load
@@ -352,13 +353,6 @@ def test_the_whole_command(server: FakeServer, tmp_path: Path, capsys: Any, monk
     assert len(kept.read_text().splitlines()) == 20
 
 
-def test_the_page_is_fresh() -> None:
-    folder = render_serving.PAGE.parent
-    pictures = sorted(path.name for path in folder.glob("serving-*.png"))
-    wanted = render_serving.page(render_benchmarks.load_records(folder), pictures)
-    assert render_serving.PAGE.read_text(encoding="utf-8") == wanted, "run `python scripts/render_serving.py`"
-
-
 def test_every_run_is_a_row() -> None:
     figures = summarise([Share(records=[record(0, 0.0, [0.1])], cpu_s=0.1, wall_s=1.0, lags_s=[])])
     results = {
@@ -370,7 +364,7 @@ def test_every_run_is_a_row() -> None:
         "runs": [{"load": name, **figures} for name in ("1 at once", "2 at once")],
     }
     made = render_benchmarks.Record("serving-x", "bench_serving", "abc", "2026-01-02", "a CPU", "3.11", {}, results)
-    header, _, *rows = render_serving.load_table([made]).splitlines()
+    header, _, *rows = serving_tables.load_table([made]).splitlines()
     assert len(rows) == 2
     assert {line.count("|") for line in (header, *rows)} == {header.count("|")}
     assert "| 2 at once | 10.00 |" in rows[1]

@@ -15,6 +15,7 @@ from scripts import check_wheel, render_benchmarks
 from tests.examples import FENCE, README, ROOT, example, fences, run
 
 NOTEBOOK = ROOT / "notebooks" / "quickstart.md"
+LAYOUT = ROOT / "docs" / "layout.md"
 DOCUMENTS = [
     README,
     ROOT / "CHANGELOG.md",
@@ -93,8 +94,8 @@ def test_every_architecture_page_names_tests_and_files_and_is_in_the_index() -> 
         assert page.name.startswith("01") or "\nFiles: " in text, f"{page.name} names no files"
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    (block,) = [match["body"] for match in fences(README) if match["body"].startswith("jpaged/ ")]
+def test_the_tree_on_the_layout_page_is_the_tree() -> None:
+    (block,) = [match["body"] for match in fences(LAYOUT) if match["body"].startswith("jpaged/ ")]
     listed: dict[str, str] = {}
     folder = ""
     for line in block.splitlines():
@@ -106,6 +107,9 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
     assert [name for name in listed if not (ROOT / name).exists()] == []
     assert [name for name, comment in listed.items() if not comment] == []
 
+    (folders,) = [match["body"] for match in fences(README) if match["body"].startswith("jpaged/ ")]
+    assert [name for name in (line.split()[0] for line in folders.splitlines()) if not (ROOT / name).is_dir()] == []
+
     as_one = [ROOT / "jpaged" / name for name in ("cli", "server")]  # folders that have a line for all their files
     sources = {
         path
@@ -113,7 +117,7 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         if not any(path.is_relative_to(folder) for folder in as_one)
     }
     sources |= {path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".pyc"}
-    assert sorted({name_of(path) for path in sources} - set(listed)) == [], "give them a line in the README's layout"
+    assert sorted({name_of(path) for path in sources} - set(listed)) == [], "give them a line in docs/layout.md"
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-"""`Connection`: uvicorn's protocol of a connection, with ends to what a client may leave undone.
+"""`Connection`: uvicorn's protocol of a connection, with ends to what a client may leave undone, and a line to wait in.
 
 uvicorn closes a connection on which nothing comes after an answer. Four more ways to keep one, and what it holds, for
 ever are closed here: to send no request at all, to send one's head byte by byte or without an end, and to read nothing
 of an answer.
+
+Many connections that open, or begin a request, at once wait in line: a few a turn of the event loop are let in. Who
+only looks (GET: `/health`, `/metrics`) goes past it.
 """
 
 import asyncio
@@ -10,6 +13,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
+
+from jpaged.server.turnstile import Turnstile
 
 _LOGGER: Final = logging.getLogger("jpaged.server")
 STATE_KEY: Final = "jpaged.connection"
@@ -21,6 +26,7 @@ class Connection(asyncio.Protocol):
 
     Args:
       inner: makes uvicorn's protocol, given the rest of the arguments by name.
+      turnstile: of all connections.
       request_timeout_s: for the head of a request to come, from the connection's begin or the last answer's end.
       send_timeout_s: for a client to read anything of what fills the buffers; then it counts as gone.
       app_state: of the application; this connection goes with it, into the scopes of its requests.
@@ -31,12 +37,17 @@ class Connection(asyncio.Protocol):
         self,
         inner: Callable[..., Any],
         *,
+        turnstile: Turnstile,
         request_timeout_s: float,
         send_timeout_s: float,
         app_state: dict[str, Any],
         **given: Any,
     ) -> None:
-        self._inner = inner(app_state={**app_state, STATE_KEY: self}, **given)
+        self._make_inner = lambda: inner(app_state={**app_state, STATE_KEY: self}, **given)
+        self._inner: Any = None  # until the connection is let in
+        self._turnstile = turnstile
+        self._in_line = False
+        self._held = b""  # came while in line
         self._request_timeout_s = request_timeout_s
         self._send_timeout_s = send_timeout_s
         self._transport: asyncio.Transport | None = None
@@ -58,15 +69,44 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._inner.connection_made(transport)
         self._await_request()
+        self._wait_in_line()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._waiting, self._blocked = _stopped(self._waiting), _stopped(self._blocked)
-        self._inner.connection_lost(exc)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        has_begun = self._num_served > 0 or self._head_bytes > 0
+        self._held += data
+        if not self._held.startswith(b"GET ") and not (has_begun and not self._in_line):
+            self._wait_in_line()
+        else:
+            self._let_in()
+
+    def _wait_in_line(self) -> None:
+        if not self._in_line:
+            self._in_line = True
+            self._turnstile.enter(self._let_in)
+        if self._in_line and self._held and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()  # what comes meanwhile stays with the client
+
+    def _let_in(self) -> None:
+        self._in_line = False
+        transport, held, self._held = self._transport, self._held, b""
+        if transport is None:  # it left
+            return
+        if self._inner is None:
+            self._inner = self._make_inner()
+            self._inner.connection_made(transport)
+        if held:
+            if not transport.is_closing():
+                transport.resume_reading()
+            self._feed(held)
+
+    def _feed(self, data: bytes) -> None:
         self._inner.data_received(data)
         # The parser of httptools keeps a head of any length; that of h11 refuses long ones itself. The path is the last
         # that uvicorn adds to a scope, once its head is whole.

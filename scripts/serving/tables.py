@@ -1,76 +1,13 @@
-"""Writes docs/benchmarks/serving.md from the records of bench_serving.py and soak_serving.py beside it.
+"""Tables of docs/benchmarks/serving.md, from the records of bench_serving.py, soak_serving.py and scripts/serving/.
 
-    python scripts/render_serving.py            write it
-    python scripts/render_serving.py --check    write nothing; exit with 1 if it is stale
-
-A record is the last line of one of these scripts, kept by `python scripts/render_benchmarks.py --add serving-NAME`.
-Needs the standard library alone.
+`scripts/render_benchmarks.py` writes them. Needs the standard library alone.
 """
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from scripts.markdown import table
-from scripts.render_benchmarks import ROOT, Record, load_records
-
-PAGE: Final = ROOT / "docs" / "benchmarks" / "serving.md"
-_TEXT: Final = """# The server under load
-
-Written by `scripts/render_serving.py` from the JSON records beside this page; no figure is typed.
-[How to run it](../server-benchmarks.md), against other servers too, and what each figure means.
-
-## Load tests
-
-`python scripts/bench_serving.py`. Milliseconds; latencies count from when a request was due. "us a token" is CPU time
-for each output token, of the server's processes and of the client that measured them. "Others" is here and below the
-machine's load average when the run began, and when it ended with the run's own part in it: times of a run that shared
-its cores with others are too long.
-
-{load}
-{pictures}## Host cost beyond the engine
-
-`python scripts/bench_serving.py --host-cost`: microseconds of CPU for each token, with an engine that computes nothing.
-"HTTP" is the process that speaks HTTP, "engine" the way of a token from the engine's loop to it. "Bare" is starlette
-and uvicorn with `json.dumps` and nothing else, on the same machine at the same time: read the ratio.
-
-{host}
-## `/health` in a flood
-
-`python scripts/bench_serving.py --flood`: milliseconds that `/health` takes while the server is sent what takes long to
-read. The bodies of 27 MB come one after the other, the 1,280 requests at once.
-
-{flood}
-## Soak
-
-`python scripts/soak_serving.py`: random requests, a tenth of them bad, a quarter of them left at any moment, with
-limits that are reached, and aborts, pauses and cache clears meanwhile. "Growth" is of the memory of each process over
-the second half of the run, for a thousand requests.
-
-{soak}
-## Streaming and not
-
-`python scripts/soak_serving.py --equality`: every request is sent twice at the same time, streaming and not; texts,
-token ids, finish reasons and usage must be equal, and log-probabilities but for their last bits.
-
-{equality}
-## Other people's clients
-
-`python -m scripts.serving.clients`: OpenAI's own client, and EleutherAI's lm-eval on a local task, against
-`jpaged serve`. "Largest difference" is between the log-likelihoods that lm-eval was given and those of the engine
-offline.
-
-{clients}
-## Plans
-
-`python -m scripts.serving.plans`: what `scripts/serve_tpu.py --dry-run` says for chips that are not here. GB of a
-device; what does not fit is refused with exit status 2.
-
-{plans}"""
+from scripts.render_memory import Record, source
 
 
 def load_table(records: Sequence[Record]) -> str:
@@ -100,7 +37,7 @@ def load_table(records: Sequence[Record]) -> str:
                     f"{run['client']['cpu_us_per_token']:,.1f}"
                     + (" (too slow)" if run["client"]["is_bottleneck"] else ""),
                     _others(record),
-                    _source(record),
+                    source(record),
                 ]
             )
     return table(columns, rows, num_text=4)
@@ -150,7 +87,7 @@ def host_table(records: Sequence[Record]) -> str:
                 f"{sum(spent['jpaged, in one piece'].values()):.1f}",
                 f"{sum(spent['bare'].values()):.1f}",
                 _others(record),
-                _source(record),
+                source(record),
             ]
         )
     return table(columns, rows, num_text=2)
@@ -173,7 +110,7 @@ def flood_table(records: Sequence[Record]) -> str:
                     f"{health['asked']:,}",
                     *(f"{health['ms'][name]:,.1f}" for name in ("p50", "p99", "max")),
                     _others(record),
-                    _source(record),
+                    source(record),
                 ]
             )
     return table(columns, rows, num_text=3)
@@ -204,7 +141,7 @@ def soak_table(records: Sequence[Record]) -> str:
                 ", ".join(f"{kib:,.0f}" for kib in r["growth_kib_per_1000_requests"].values()),
                 "yes" if r["drained_in_order"] else "no",
                 _others(record),
-                _source(record),
+                source(record),
             ]
         )
     return table(columns, rows)
@@ -222,7 +159,7 @@ def equality_table(records: Sequence[Record]) -> str:
                 f"{record.results['compared']:,}",
                 f"{record.results['faults']}",
                 f"{record.results['generated_tokens']:,}",
-                _source(record),
+                source(record),
             ]
             for record in _soaks(records, equality=True)
         ),
@@ -255,7 +192,7 @@ def clients_table(records: Sequence[Record]) -> str:
                         f"{scored['largest_difference']:.1e}",
                     ]
                 ),
-                _source(record),
+                source(record),
             ]
         )
     return table(columns, rows, num_text=2)
@@ -282,7 +219,7 @@ def plans_table(records: Sequence[Record]) -> str:
                     f"{plan['memory_gb']:.2f}",
                     f"{plan['tokens_in_pages']:,}" if plan["fits"] else "–",
                     f"{plan['max_num_seqs']}" if plan["fits"] else "–",
-                    _source(record),
+                    source(record),
                 ]
             )
     return table(columns, rows, num_text=3)
@@ -302,41 +239,12 @@ def _others(record: Record) -> str:
     return "–" if found is None else " to ".join(f"{average:.1f}" for average in found)
 
 
-def _source(record: Record) -> str:
-    return f"[{record.date}]({record.name}.json), `{record.commit}`"
-
-
-def page(records: Sequence[Record], pictures: Sequence[str]) -> str:
-    """The whole text of the page.
-
-    Args:
-      records: all that there are.
-      pictures: files beside it.
-    """
-    return _TEXT.format(
-        load=load_table(records),
-        pictures="".join(f"![{Path(name).stem}]({name})\n\n" for name in pictures),
-        host=host_table(records),
-        soak=soak_table(records),
-        equality=equality_table(records),
-        flood=flood_table(records),
-        clients=clients_table(records),
-        plans=plans_table(records),
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
-    args = parser.parse_args()
-    wanted = page(load_records(PAGE.parent), sorted(path.name for path in PAGE.parent.glob("serving-*.png")))
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    print(f"{'stale' if args.check else 'rewritten'}: {PAGE.relative_to(ROOT)}")
-    if not args.check:
-        PAGE.write_text(wanted, encoding="utf-8")
-    return int(args.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PARTS: Final[Mapping[str, Callable[[Sequence[Record]], str]]] = {
+    "serving-load": load_table,
+    "serving-host": host_table,
+    "serving-flood": flood_table,
+    "serving-soak": soak_table,
+    "serving-equality": equality_table,
+    "serving-clients": clients_table,
+    "serving-plans": plans_table,
+}
