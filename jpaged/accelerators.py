@@ -32,7 +32,6 @@ class Accelerator:
       kind: jax's `device_kind`.
       device_bytes: memory of a device that programs may use; `None` where it is the host's.
       devices_per_chip: what jax makes of a chip.
-      cores_per_device: that act as one.
       chips_per_host: at the most.
       hbm_rate: bytes/s of a device; 0 where nothing is planned by it.
       matrix_flops: bf16 flops/s of a device; 0 likewise.
@@ -45,7 +44,6 @@ class Accelerator:
     kind: str
     device_bytes: int | None
     devices_per_chip: int = 1
-    cores_per_device: int = 1
     chips_per_host: int = 8
     hbm_rate: float = 0.0
     matrix_flops: float = 0.0
@@ -70,7 +68,6 @@ _TPUS: Final = (
         platform="tpu",
         kind="TPU v4",
         device_bytes=int(30.75 * GIB),
-        cores_per_device=2,
         chips_per_host=4,
         hbm_rate=1.23e12,
         matrix_flops=275e12,
@@ -91,7 +88,6 @@ _TPUS: Final = (
         platform="tpu",
         kind="TPU v5",
         device_bytes=int(95.74 * GIB),
-        cores_per_device=2,
         chips_per_host=4,
         hbm_rate=2.46e12,
         matrix_flops=459e12,

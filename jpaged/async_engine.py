@@ -292,12 +292,15 @@ class AsyncEngine:
           RequestError: `limit_s` is no such number.
           JpagedError: it failed.
         """
-        if limit_s is not None and not (isinstance(limit_s, numbers.Real) and limit_s > 0):
-            raise RequestError(f"limit_s is {limit_s!r:.40}, expected seconds, more than 0, or None")
-        try:
-            limit_s = None if limit_s is None else float(limit_s)
-        except OverflowError:  # an integer beyond all floats
-            limit_s = math.inf
+        if limit_s is not None:
+            if not isinstance(limit_s, numbers.Real):
+                raise RequestError(f"limit_s is a {type(limit_s).__name__}, expected seconds, more than 0, or None")
+            try:
+                limit_s = float(limit_s)
+            except OverflowError:  # an integer beyond all floats, which cannot be written either
+                limit_s = math.inf if limit_s > 0 else -math.inf
+            if not limit_s > 0:
+                raise RequestError(f"limit_s is {limit_s:g}, expected seconds, more than 0, or None")
         return await self._ask("call", function, limit_s)
 
     async def _ask(self, what: Question, *arguments: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Final, no_type_check
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jpaged.config import StepShape
 from jpaged.pallas_kernels import PagedMetadata
@@ -87,7 +87,6 @@ class StepInputs:
       meta: for paged attention.
       sampling: parameters of each row.
       row_steps, stop_ids: as in the packed array; empty if there is one step.
-      wants_prompt_logprobs: some row asks for them.
     """
 
     tokens: Int32[Array, " T"]
@@ -97,13 +96,12 @@ class StepInputs:
     sampling: SamplingRows
     row_steps: Int32[Array, " rows"]
     stop_ids: Int32[Array, "rows ids"]
-    wants_prompt_logprobs: Bool[Array, ""]
 
 
 def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
     """The device side of `BatchPacker.pack`; runs inside the jitted step."""
     field = {name: packed[where] for name, where in _layout(shape).items()}
-    num_decode, num_seqs, wants_prompt_logprobs = field["scalars"]
+    num_decode, num_seqs, _ = field["scalars"]
     return StepInputs(
         tokens=field["tokens"],
         next_tokens=field["next_tokens"],
@@ -120,7 +118,6 @@ def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
         sampling=unpack_sampling_rows(field["sampling"].reshape(NUM_SAMPLING_FIELDS, shape.num_rows)),
         row_steps=field["row_steps"],
         stop_ids=field["stop_ids"].reshape(-1, NUM_STOP_IDS),
-        wants_prompt_logprobs=wants_prompt_logprobs != 0,
     )
 
 
@@ -280,13 +277,12 @@ class BatchPacker:
 
     def _begin(self, seq: Sequence, entry: int) -> None:
         """What does not change while a sequence runs."""
-        params, num_prompt, num_top = seq.request.params, seq.num_prompt_tokens, num_logprobs(seq)
+        params, num_top = seq.request.params, seq.num_logprobs
         row = SamplingRow(params, seq.seed, entry, 0, samples=False, num_output_tokens=0, num_logprobs=num_top)
         self._sampling[:, entry] = sampling_fields([row], 1, self._null_entry)[:, 0]
         stop_ids = sorted(seq.stop_ids)[:NUM_STOP_IDS]
         self._stop_ids[entry] = stop_ids + [-1] * (NUM_STOP_IDS - len(stop_ids))
-        bans = params.min_tokens > 0 and params.structured is None
-        self._ban_ends[entry] = num_prompt + params.min_tokens if bans else 0
+        self._ban_ends[entry] = seq.num_prompt_tokens + params.min_tokens if params.bans_stops else 0
         self._wants_prompt[entry] = params.prompt_logprobs is not None
         self._any_bans, self._any_wants_prompt = bool(self._ban_ends.any()), bool(self._wants_prompt.any())
 
@@ -317,20 +313,3 @@ class BatchPacker:
                 wanted = True
             at += row.num_tokens
         return wanted
-
-
-def state_index(seq: Sequence) -> int:
-    """The sampler-state entry of a running sequence."""
-    if seq.state_index is None:
-        raise RuntimeError(f"request {seq.request.request_id!r} was planned but is not running")
-    return seq.state_index
-
-
-def num_logprobs(seq: Sequence) -> int:
-    """The likeliest tokens wanted with each sampled one; 0: only its own log-probability; -1: not even that."""
-    params, beam = seq.request.params, seq.group.beam
-    if beam is not None:
-        return beam.num_candidates
-    if params.logprobs is None and params.num_sequences > params.n:
-        return 0  # `best_of` ranks by them
-    return -1 if params.logprobs is None else params.logprobs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig, SchedulerConfig
+from jpaged.config import DEFAULT_PAGE_SIZE, MAX_SLOTS, CacheConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.lengths import Lengths
 from jpaged.model_bytes import kv_bytes_per_page, sampler_bytes, weight_bytes
@@ -31,7 +31,6 @@ from jpaged.residency import (
 
 PAGE_SIZES: Final = (8, 16, 32, 64, 128, 256)
 SHORT_TOKENS: Final = (10, 40, 160)
-_MAX_SLOTS: Final = 2**31 - 1  # slots are counted in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +282,7 @@ def _served(lengths: Lengths, max_model_len: int) -> Lengths:
 
 
 def _num_pages(pool_bytes: int, page_size: int, bytes_per_page: int) -> int:
-    return max(min(pool_bytes // bytes_per_page, _MAX_SLOTS // page_size), 0)
+    return max(min(pool_bytes // bytes_per_page, MAX_SLOTS // page_size), 0)
 
 
 def _most_sequences(held_beside: Callable[[int], float]) -> int:

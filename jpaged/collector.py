@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from jpaged.batch import num_logprobs
 from jpaged.delta import StreamNews, StreamStart
 from jpaged.metrics import PageLives
 from jpaged.output_builder import OutputBuilder
@@ -50,7 +49,7 @@ class _Live:
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of its tokens are read."""
-        return num_logprobs(self.group.seqs[0]) >= 0
+        return self.group.seqs[0].num_logprobs >= 0
 
     def timing(self) -> RequestTiming:
         """Of a request that ends now."""
@@ -91,11 +90,6 @@ class Collector:
         self.metrics = RequestMetrics(pages)
         self.num_generated_tokens = 0
         self.num_finished = 0
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Of the unfinished requests, in the order of arrival."""
-        return list(self._live)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._live

@@ -2,26 +2,21 @@
 
 import contextlib
 import gc
+import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+from jax._src.config import persistent_cache_min_compile_time_secs as _jax_keeps_from_s  # no public name is of a thread
 from jax.extend.mlir import ir
 
-Key = TypeVar("Key")
-StoreKey = TypeVar("StoreKey", contravariant=True)
+from jpaged.program_store import ProgramStore
 
-
-class Store(Protocol[StoreKey]):
-    """Where programs are kept, such as a `ProgramStore`."""
-
-    def load(self, name: StoreKey, /) -> Callable | None: ...
-
-    def save(self, name: StoreKey, executable: Any, /) -> None: ...
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Compiled(NamedTuple, Generic[Key]):
@@ -49,7 +44,7 @@ def compile_side_by_side(
     keys: Iterable[Key],
     lower: Callable[[Key], jax.stages.Lowered],
     *,
-    store: Store[Key] | None = None,
+    store: ProgramStore | None = None,
     num_threads: int | None = None,
 ) -> Iterator[Compiled[Key]]:
     """Compiles programs by threads, and gives each when it is ready.
@@ -120,10 +115,12 @@ def _hide_from_jax(lowered: jax.stages.Lowered) -> None:
         module.operation.attributes["jpaged.compiled"] = ir.StringAttr.get(uuid.uuid4().hex)
 
 
-def _compile(lowered: jax.stages.Lowered, key: Key, store: Store[Key] | None) -> Callable:
-    executable = lowered.compile()
-    if store is not None:
-        store.save(key, executable)
+def _compile(lowered: jax.stages.Lowered, key: Hashable, store: ProgramStore | None) -> Callable:
+    if store is None:
+        return lowered.compile()
+    with _jax_keeps_from_s(math.inf):  # nobody would read there what the store has
+        executable = lowered.compile()
+    store.save(key, executable)
     return executable
 
 

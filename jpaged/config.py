@@ -11,6 +11,11 @@ from typing import Final, Literal
 
 from jpaged.errors import ConfigError
 
+MAX_SLOTS: Final = 2**31 - 1  # of a page pool: they are counted in 32 bits
+# Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
+MAX_DEFAULT_CPU_POOL_BYTES: Final = 1 << 30
+MAX_BIAS_IDS: Final = 300  # of a request
+MAX_BANNED_IDS: Final = 80  # 64 stop token ids and 16 end-of-sequence ids
 DEFAULT_PAGE_SIZE: Final = 16  # of every back end but the Mosaic TPU kernel: see `jpaged.kv_cache.default_page_size`
 
 
@@ -21,6 +26,10 @@ def _require(ok: bool, what: str, got: object, expected: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +77,7 @@ class CacheConfig:
             pages is None or (_is_int(pages) and pages >= 2), "num_pages", pages, "at least 2 (page 0 is the null page)"
         )
         fraction = self.memory_fraction
-        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        _require(is_number and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]")
+        _require(_is_number(fraction) and 0 < fraction <= 1, "memory_fraction", fraction, "a number in (0, 1]")
         dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
         _require(self.dtype in (None, *dtypes), "dtype", self.dtype, f"one of {', '.join(dtypes)}, or None")
         _require(isinstance(self.prefix_cache, bool), "prefix_cache", self.prefix_cache, "True or False")
@@ -128,8 +136,7 @@ class SchedulerConfig:
         )
         _require(self.policy in ("fcfs", "priority"), "policy", self.policy, '"fcfs" or "priority"')
         aging = self.priority_aging_s
-        is_number = isinstance(aging, int | float) and not isinstance(aging, bool)
-        _require(is_number and 0 < aging <= 1e9, "priority_aging_s", aging, "a positive number of seconds")
+        _require(_is_number(aging) and 0 < aging <= 1e9, "priority_aging_s", aging, "a positive number of seconds")
         chunk = self.max_chunk_tokens
         _require(
             chunk is None or (_is_int(chunk) and chunk >= 1), "max_chunk_tokens", chunk, "an integer of at least 1"
@@ -200,8 +207,9 @@ class SpeculationConfig:
         _require(_is_int(longest) and longest >= least, "longest_match", longest, f"an integer of at least {least}")
         for name in ("token_cost", "wait_cost"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(value is None or (is_number and 0 <= value <= 100), name, value, "a number in [0, 100], or None")
+            _require(
+                value is None or (_is_number(value) and 0 <= value <= 100), name, value, "a number in [0, 100], or None"
+            )
 
 
 MAX_DECODE_STEP_ROWS: Final = 64

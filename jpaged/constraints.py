@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from jpaged.batch import state_index
 from jpaged.grammar import Grammar
 from jpaged.grammar_compiler import Compilation, GrammarCompiler
 from jpaged.sequence import Sequence as RunningSequence
@@ -154,11 +153,10 @@ class Constraints:
         if not self._states:
             return []
         self._states = {seq: state for seq, state in self._states.items() if not seq.is_finished}
-        found = []
-        for seq, samples in zip(plan.seqs, plan.samples, strict=True):
-            if samples and seq.mask_position is not None:
-                found.append((state_index(seq), self._state(seq).mask))
-        return found
+        rows = zip(plan.seqs, plan.entries.tolist(), plan.samples, strict=True)
+        return [
+            (entry, self._state(seq).mask) for seq, entry, samples in rows if samples and seq.mask_position is not None
+        ]
 
     def advance(self, plan: StepPlan) -> None:
         """The results of this plan's step have been taken: makes the next masks of its rows."""

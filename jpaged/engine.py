@@ -18,16 +18,15 @@ from jpaged.constraints import Constraints
 from jpaged.delta import StreamNews
 from jpaged.engine_client import PoolPicture
 from jpaged.engine_view import describe, page_map, picture, pool_use, read_stats
-from jpaged.entry_loader import EntryLoader
 from jpaged.intake import Intake, checked_name
 from jpaged.interrupts import deferred_interrupts
-from jpaged.kv_cache import allocate_pool, fit_engine
+from jpaged.kv_cache import fit_engine
 from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
 from jpaged.page_mover import PageMover
-from jpaged.pallas_kernels import KVPages, make_pages
+from jpaged.pallas_kernels import make_pages
 from jpaged.request import Output, SamplingParams
-from jpaged.sampler_state import MAX_BANNED_IDS, make_sampler_state
+from jpaged.sampler_state import make_sampler_state
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import SequenceGroup
 from jpaged.speculation import Speculation
@@ -106,24 +105,20 @@ class Engine:
         self._intake = Intake(
             vocab_size=self.vocab_size,
             max_logprobs=config.max_logprobs,
-            max_banned_ids=MAX_BANNED_IDS,
             eos_token_ids=self.eos_token_ids,
             tokenizer=tokenizer,
             seed=config.seed,
             priorities=config.scheduler.policy == "priority",
         )
-        self._sliding_window = getattr(model, "sliding_window", None)
-        with jax.default_device(self.device):
-            kv_pages = allocate_pool(model, self.pool_plan, dtype=self.dtype, implementation=self.implementation)
-        self._page_specs = [pages.spec for pages in kv_pages]
-        self._begin(kv_pages)
+        self._sliding_window, self._page_specs = getattr(model, "sliding_window", None), fit.page_specs
+        self._begin()
         self.info = describe(self)
         logger.info("attention by %s (%s); pool: %s", self.implementation, self.implementation_reason, self.pool_plan)
         if config.warmup == "eager":
             self.warm_up()
 
-    def _begin(self, kv_pages: list[KVPages]) -> None:
-        """Makes all that knows of requests, around an empty pool."""
+    def _begin(self) -> None:
+        """Makes an empty pool, and all that knows of requests."""
         config, plan, max_num_seqs = self.config, self.pool_plan, self.config.scheduler.max_num_seqs
         self._memory = MemoryManager.for_pool(
             plan.num_pages,
@@ -142,14 +137,14 @@ class Engine:
             decode_steps=config.decode_steps or 1,
         )
         self._packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
-        self._kv_pages = kv_pages
         with jax.default_device(self.device):
+            self._kv_pages = [make_pages(spec) for spec in self._page_specs]
             self._state = make_sampler_state(max_num_seqs, self.vocab_size)
         self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
         self._collector = Collector(self._scheduler, self.tokenizer, self._memory.allocator.lives)
         self.metrics = self._collector.metrics
         self._constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        self._loader = StateLoader(EntryLoader(self.eos_token_ids, self.vocab_size), self._constraints)
+        self._loader = StateLoader(self.eos_token_ids, self.vocab_size, self._constraints)
         self._in_flight: deque[DispatchedStep] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=plan.page_size))
         self._failure: BaseException | None = None
@@ -163,8 +158,7 @@ class Engine:
         for name in ("_kv_pages", "_state", "_in_flight", "_mover"):  # there is no room for two pools
             self.__dict__.pop(name, None)
         self._runner.forget_outputs()
-        with jax.default_device(self.device):
-            self._begin([make_pages(spec) for spec in self._page_specs])
+        self._begin()
 
     def add(
         self,
@@ -304,18 +298,16 @@ class Engine:
             return
         self._collector.begin(plan)
         packed, shape = self._packer.pack(plan)
-        packed_at = time.perf_counter()
         needs = self._runner.needs(packed, shape)
-        compile_s = 0.0
-        for program in self._runner.missing(needs):  # outside of the block below: compiling takes long
-            compile_s += self._runner.compile(self._kv_pages, self._state, program).seconds
+        self._counter.pack_s += time.perf_counter() - moved_at
+        self._runner.prepare(self._kv_pages, self._state, needs)  # not in the block below: compiling takes long
+        ready_at = time.perf_counter()
         with deferred_interrupts():
             outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, needs)
             self._in_flight.append(DispatchedStep(plan, outputs))
         outputs.copy_to_host_async()
         counter = self._counter
-        counter.pack_s += packed_at - moved_at
-        counter.dispatch_s += time.perf_counter() - packed_at - compile_s
+        counter.dispatch_s += time.perf_counter() - ready_at
         more = 0 if plan.num_more is None else int(plan.num_more.sum())
         counts = {"num_rows": plan.num_seqs + more, "num_tokens": plan.num_tokens + more, "times": plan.num_steps}
         padded, use = shape.num_tokens * plan.num_steps - counts["num_tokens"], pool_use(self._memory, self._scheduler)

@@ -37,7 +37,7 @@ def read_stats(
         num_pages=allocator.num_pages,
         pages_free=allocator.num_free,
         pages_cached=allocator.num_cached,
-        pages_pinned=memory.num_pinned_pages,
+        pages_pinned=memory.pins.num_pages,
         num_running=len(scheduler.running_seqs),
         num_waiting=len(scheduler.waiting),
         num_finished=collector.num_finished,

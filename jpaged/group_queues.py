@@ -81,7 +81,8 @@ class GroupQueues:
         if not len(self.preempted) and not len(self.waiting):
             return None
         due = sum(map(self.num_pages_due, unfinished))
-        due += sum(map(self._num_pages_to_keep, self.running_rows.recomputed))
+        recomputed = (seq for group in self.running if group.num_recomputed for seq in group.live)
+        due += sum(map(self._num_pages_to_keep, recomputed))
         if len(self.preempted):
             group = self.preempted[0]
             # A pending token is not known to the host yet, and the device's copy of it was given up. Who lacks no token
@@ -134,7 +135,7 @@ class GroupQueues:
         if self._num_state_indices(group) > len(self._free_state_indices):
             return False
         # Without room to grow for those that run, the newcomer would be preempted a few steps later.
-        headroom = self._config.headroom_pages * len(self.running_rows.seqs)
+        headroom = self._config.headroom_pages * self.table.num_running
         available -= due + min(headroom, memory.capacity // _HEADROOM_PARTS)
         if group.num_pages_lacking > available and not alone:
             return False  # what it needs has hardly changed since it was looked up
@@ -253,7 +254,7 @@ class GroupQueues:
             self._free(group.state_indices)
             group.state_indices = []
             group.status = FINISHED
-            self._memory.drop_promise(group.request.request_id)
+            self._memory.pins.drop_promise(group.request.request_id)
             del self.groups[group.request.request_id]
 
     def _free(self, state_indices: list[int]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Set
 from collections.abc import Sequence as AbstractSequence
 from typing import Literal
 
+from jpaged.config import MAX_BANNED_IDS
 from jpaged.errors import RequestError
 from jpaged.grammar import require_llguidance
 from jpaged.request import Request, SamplingParams
@@ -22,7 +23,6 @@ class Intake:
     Args:
       vocab_size: token ids are in [0, vocab_size).
       max_logprobs: entries of top-logprobs that a request may ask for.
-      max_banned_ids: token ids that `min_tokens` may ban at the most.
       eos_token_ids: the model's end-of-sequence ids, which `min_tokens` bans too.
       tokenizer: `None`: token ids only, no stop strings.
       seed: of the seeds given to requests that bring none.
@@ -34,7 +34,6 @@ class Intake:
         *,
         vocab_size: int,
         max_logprobs: int,
-        max_banned_ids: int,
         eos_token_ids: Iterable[int],
         tokenizer: Tokenizer | None,
         seed: int,
@@ -42,7 +41,6 @@ class Intake:
     ):
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
-        self._max_banned_ids = max_banned_ids
         self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._tokenizer = tokenizer
         self._priorities = priorities
@@ -159,12 +157,11 @@ class Intake:
         self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         if params.structured is not None:
             self._check_structured()
-        bans = params.min_tokens and params.structured is None
-        banned = self._eos_token_ids | set(params.stop_token_ids) if bans else ()
-        if len(banned) > self._max_banned_ids:
+        banned = self._eos_token_ids | set(params.stop_token_ids) if params.bans_stops else ()
+        if len(banned) > MAX_BANNED_IDS:
             raise RequestError(
                 f"min_tokens bans {len(banned)} end-of-sequence and stop token ids until then, expected at most "
-                f"{self._max_banned_ids}; name fewer stop_token_ids, or leave min_tokens out"
+                f"{MAX_BANNED_IDS}; name fewer stop_token_ids, or leave min_tokens out"
             )
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none; use stop_token_ids")

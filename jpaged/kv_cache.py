@@ -1,4 +1,4 @@
-"""How many pages fit, and the device arrays that hold them."""
+"""What an engine settles before it allocates anything: the attention back end, and how many pages fit."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,22 +10,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import DTypeLike
 
-from jpaged.config import DEFAULT_PAGE_SIZE, CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.accelerators import GIB
+from jpaged.config import (
+    DEFAULT_PAGE_SIZE,
+    MAX_DEFAULT_CPU_POOL_BYTES,
+    MAX_SLOTS,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+)
 from jpaged.errors import ConfigError
 from jpaged.models import PagedModel
 from jpaged.page_allocator import pages_at_most
-from jpaged.pallas_kernels import KVPages, PageSpec, make_pages, resolve_implementation
+from jpaged.pallas_kernels import PageSpec, resolve_implementation
 from jpaged.pallas_kernels.tpu_tuning import shape_objection
 from jpaged.sampler_state import sampler_state_bytes
-from jpaged.step_buffers import step_buffers
+from jpaged.serving_sizes import TPU_PAGE_BYTES, TPU_PAGE_SIZES
+from jpaged.step_bytes import lent_bytes
 
-GIB = 1 << 30
-MAX_SLOTS = 2**31 - 1
-# Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
-MAX_DEFAULT_CPU_POOL_BYTES = GIB
-# Of the Mosaic TPU kernel, which fetches a page by one DMA: one of so many bytes hides most of its latency.
-_TPU_PAGE_BYTES = 128 << 10
-_TPU_PAGE_SIZES = (64, 128)
 _SOON_READ_BYTES = 3 * 10**9  # at 3 TB/s and more, the rate of GPUs that serve: in a millisecond
 
 
@@ -105,9 +107,9 @@ def default_page_size(model: PagedModel, *, dtype: str, implementation: str) -> 
     """
     if implementation != "mosaic_tpu":
         return DEFAULT_PAGE_SIZE
-    small, large = _TPU_PAGE_SIZES
+    small, large = TPU_PAGE_SIZES
     suits = all(
-        spec.bytes_per_page >= _TPU_PAGE_BYTES and shape_objection(spec) is None
+        spec.bytes_per_page >= TPU_PAGE_BYTES and shape_objection(spec) is None
         for spec in _layers(model, small, dtype=dtype, implementation=implementation)
     )
     return small if suits else large
@@ -147,11 +149,6 @@ def choose_implementation(
         for spec in dict.fromkeys(_layers(model, size, dtype=dtype, implementation="xla"))
     ]
     return next((choice for choice in choices if choice[0] == "xla"), choices[0])  # which runs whatever comes
-
-
-def bytes_per_page(specs: list[PageSpec]) -> int:
-    """Bytes that one page takes over all layers, scales included."""
-    return sum(spec.bytes_per_page for spec in specs)
 
 
 def device_bytes(device: Device) -> int:
@@ -204,7 +201,7 @@ def plan_pool(
     """
     size = cache.page_size or default_page_size(model, dtype=dtype, implementation=implementation)
     one = _layers(model, size, dtype=dtype, implementation=implementation)
-    per_page = bytes_per_page(one)
+    per_page = sum(spec.bytes_per_page for spec in one)
     if cache.num_pages is not None:
         num_pages, reason = cache.num_pages, "num_pages was given"
     else:
@@ -251,6 +248,7 @@ class EngineFit:
       dtype: stored dtype of K and V.
       implementation, reason: of attention, and why this one.
       pool_plan: how many pages.
+      page_specs: those of each layer.
       config: what was asked for, with `decode_steps` chosen.
     """
 
@@ -259,6 +257,7 @@ class EngineFit:
     implementation: str
     reason: str
     pool_plan: PoolPlan
+    page_specs: list[PageSpec]
     config: EngineConfig
 
 
@@ -282,8 +281,8 @@ def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
     reserved = sampler_state_bytes(config.scheduler.max_num_seqs, model.vocab_size)
     if device.platform == "gpu":
         size = config.cache.page_size or default_page_size(model, dtype=dtype, implementation=name)
-        reserved += lent_bytes(model, config, page_size=size)
-    pool_plan = plan_pool(
+        reserved += _bytes_lent(model, config, size)
+    plan = plan_pool(
         model,
         config.cache,
         config.scheduler,
@@ -292,7 +291,15 @@ def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
         device=device,
         reserved_bytes=reserved,
     )
-    return EngineFit(device=device, dtype=dtype, implementation=name, reason=reason, pool_plan=pool_plan, config=config)
+    return EngineFit(
+        device=device,
+        dtype=dtype,
+        implementation=name,
+        reason=reason,
+        pool_plan=plan,
+        page_specs=_layers(model, plan.page_size, dtype=dtype, implementation=name, num_pages=plan.num_pages),
+        config=config,
+    )
 
 
 def choose_decode_steps(model: PagedModel, platform: str) -> int:
@@ -308,31 +315,12 @@ def choose_decode_steps(model: PagedModel, platform: str) -> int:
     return 4 if platform == "gpu" and sum(leaf.nbytes for leaf in model_weights(model)) < _SOON_READ_BYTES else 1
 
 
-def lent_bytes(model: PagedModel, config: EngineConfig, *, page_size: int) -> int:
-    """Bytes that the programs of a GPU's steps keep to write over (`jpaged.step_buffers`).
-
-    Args:
-      model: whose hidden states are taken to be as wide as the tables of its vocabulary.
-      config: says which steps there are.
-      page_size: token slots a page.
-    """
+def _bytes_lent(model: PagedModel, config: EngineConfig, page_size: int) -> int:
+    """What a GPU's steps keep to write over, if hidden states are as wide as the tables of the model's vocabulary."""
     weights, vocab_size = model_weights(model), model.vocab_size
     width = max((leaf.size // vocab_size for leaf in weights if vocab_size in leaf.shape), default=0)
     longest = config.scheduler.max_model_len or model.max_position
     if config.page_buckets:
         longest = min(longest, config.page_buckets[-1] * page_size)
-    return sum(
-        one.nbytes
-        for one in step_buffers(
-            config.step_shapes(longest, page_size, "gpu"),
-            vocab_size=vocab_size,
-            hidden_size=width,
-            hidden_dtype=weights[0].dtype,
-        )
-    )
-
-
-def allocate_pool(model: PagedModel, plan: PoolPlan, *, dtype: str, implementation: str) -> list[KVPages]:
-    """Zeroed pages, one `KVPages` a layer."""
-    specs = _layers(model, plan.page_size, dtype=dtype, implementation=implementation, num_pages=plan.num_pages)
-    return [make_pages(spec) for spec in specs]
+    shapes = config.step_shapes(longest, page_size, "gpu")
+    return lent_bytes(shapes, vocab_size=vocab_size, hidden_size=width, itemsize=weights[0].dtype.itemsize)

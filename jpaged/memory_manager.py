@@ -35,6 +35,9 @@ class MemoryManager:
       host_allocator: of the host's pages, for `swap_out`; `None`: there are none.
       sliding_window: positions that every layer of the model sees at most; pages left of it are given back. `None`:
         all.
+
+    Attributes:
+      pins: prefixes that are kept, by name.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class MemoryManager:
         self._page_size = allocator.page_size
         self._pending = PendingTransfers(allocator, host_allocator)
         self._host = None if host_allocator is None else HostPool(allocator, host_allocator, self._pending)
-        self._pins = Pins(allocator)
+        self.pins = Pins(allocator)
         self._unwritten: set[int] = set()  # pages that the step being planned writes
         self._versions = itertools.count(1)  # of the pages of sequences
         self.num_copied_pages = 0
@@ -96,15 +99,11 @@ class MemoryManager:
     @property
     def capacity(self) -> int:
         """Pages that sequences can have: all but the null page and those that are, or will be, pinned."""
-        return self.allocator.num_pages - 1 - self._pins.num_pages - self._pins.num_promised
-
-    @property
-    def num_pinned_pages(self) -> int:
-        return self._pins.num_pages
+        return self.allocator.num_pages - 1 - self.pins.num_pages - self.pins.num_promised
 
     def capacity_for(self, request: Request) -> int:
         """Pages that the sequences of a request can have: `capacity`, and the pinned ones that it shares to its end."""
-        pinned, prompt = self._pins.pages, request.prompt_token_ids
+        pinned, prompt = self.pins.pages, request.prompt_token_ids
         if not pinned or self.prefix_cache is None or request.params.prompt_logprobs is not None or self.sliding_window:
             return self.capacity
         hit = self.prefix_cache.find(self._key(request), token_bytes(prompt), max_tokens=len(prompt) - 1)
@@ -307,11 +306,7 @@ class MemoryManager:
 
     def promise_pin(self, name: str, num_tokens: int) -> None:
         """So many tokens will be pinned: nobody else may count on their pages (`capacity`)."""
-        self._pins.promise(name, self.allocator.pages_for(num_tokens))
-
-    def drop_promise(self, name: str) -> None:
-        """Ends a promise, if it was not kept yet."""
-        self._pins.drop_promise(name)
+        self.pins.promise(name, self.allocator.pages_for(num_tokens))
 
     def pin(self, name: str, seq: Sequence) -> None:
         """Keeps a promise: pages with the KV of a sequence's tokens stay beyond its end, until `unpin`.
@@ -320,7 +315,7 @@ class MemoryManager:
         pinned if the promise was taken back, or if the sequence's pages must not be found (`weights_changed`).
         """
         if self.prefix_cache is None or not seq.chain:
-            self._pins.drop_promise(name)
+            self.pins.drop_promise(name)
             return
         self.commit(seq)
         pages = [entry.page for entry, own in zip(seq.chain[1:], seq.pages, strict=False) if own]
@@ -328,15 +323,7 @@ class MemoryManager:
         if rest and len(seq.chain) == full + 1:
             tail = token_bytes(seq.tokens[-rest:])
             pages.append(self.prefix_cache.insert_partial(seq.chain[-1], tail, seq.pages[full]))
-        self._pins.keep_promise(name, [page for page in pages if page])
-
-    def is_pinned(self, name: str) -> bool:
-        """Whether a promise was kept, and not taken back since."""
-        return self._pins.is_pinned(name)
-
-    def unpin(self, name: str) -> bool:
-        """Lets pinned pages go, or takes the promise back; False if there is nothing of that name."""
-        return self._pins.unpin(name)
+        self.pins.keep_promise(name, [page for page in pages if page])
 
     def weights_changed(self, seqs: Iterable[Sequence]) -> None:
         """From now on nothing that was computed before is found; pins are dropped.
@@ -348,7 +335,7 @@ class MemoryManager:
 
     def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
         """Forgets everything, pins too; what `seqs`, all that hold pages, have so far will not be found either."""
-        self._pins.unpin_all()
+        self.pins.unpin_all()
         for seq in seqs:
             seq.chain = []
         if self.prefix_cache is not None:
@@ -373,7 +360,7 @@ class MemoryManager:
           PageStateError: they are not.
         """
         holders = [[page for page in seq.pages if page] for seq in running]
-        self.allocator.check_invariants([*holders, *self._pins.holders, self._pending.sources])
+        self.allocator.check_invariants([*holders, *self.pins.holders, self._pending.sources])
         if self._host is not None:
             self._host.check_invariants(swapped)
         if self.prefix_cache is not None:

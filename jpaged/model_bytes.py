@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
+from jpaged.config import MAX_BANNED_IDS, MAX_BIAS_IDS
 from jpaged.errors import ConfigError
 from jpaged.models.config import LlamaConfig
-from jpaged.models.parameter_map import WEIGHT_FORMS
+from jpaged.models.parameter_map import check_form
 
 WEIGHT_ITEMSIZES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEMSIZES: Final[Mapping[str, int]] = {**WEIGHT_ITEMSIZES, "int8": 1, "float8_e4m3fn": 1}
-_SCALED: Final = ("int8", "float8_e4m3fn")
-_SCALE_BYTES: Final = 4
+SCALED: Final = ("int8", "float8_e4m3fn")
+SCALE_BYTES: Final = 4
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -45,7 +46,7 @@ def weight_bytes(config: LlamaConfig, dtype: str, weights: str | None = None) ->
     itemsize = WEIGHT_ITEMSIZES[dtype]
     if weights is None:
         return config.num_parameters * itemsize
-    saved = sum(rows * columns * (itemsize - 1) - columns * _SCALE_BYTES for rows, columns in kernel_shapes(config))
+    saved = sum(rows * columns * (itemsize - 1) - columns * SCALE_BYTES for rows, columns in kernel_shapes(config))
     return config.num_parameters * itemsize - config.num_hidden_layers * saved
 
 
@@ -68,8 +69,8 @@ def check_weights(weights: object) -> None:
     Raises:
       ConfigError: neither `None` nor one of `WEIGHT_FORMS`.
     """
-    if weights not in (None, *WEIGHT_FORMS):
-        raise ConfigError(f"weights is {weights!r:.80}, expected one of {', '.join(WEIGHT_FORMS)}, or None")
+    if weights is not None:
+        check_form(weights)
 
 
 def kv_bytes_per_page(config: LlamaConfig, page_size: int, dtype: str) -> int:
@@ -85,14 +86,15 @@ def kv_bytes_per_page(config: LlamaConfig, page_size: int, dtype: str) -> int:
     """
     if dtype not in KV_ITEMSIZES:
         raise ConfigError(f"the dtype of K and V is {dtype!r}, expected one of {', '.join(KV_ITEMSIZES)}")
-    head = config.head_dim * KV_ITEMSIZES[dtype] + (_SCALE_BYTES if dtype in _SCALED else 0)
+    head = config.head_dim * KV_ITEMSIZES[dtype] + (SCALE_BYTES if dtype in SCALED else 0)
     return config.num_hidden_layers * page_size * config.num_key_value_heads * 2 * head
 
 
 def sampler_bytes(max_num_seqs: int, vocab_size: int) -> int:
     """Bytes of the sampler's state: for each sequence, and one more, counts and a mask over the vocabulary, a mask of a
-    bit a token, the last token, 300 biased and 80 banned ids."""
-    return (max_num_seqs + 1) * (vocab_size * (4 + 1) + 4 * -(-vocab_size // 32) + 4 + 300 * (4 + 4) + 80 * 4)
+    bit a token, the last token, biased and banned ids."""
+    lists = MAX_BIAS_IDS * (4 + 4) + MAX_BANNED_IDS * 4
+    return (max_num_seqs + 1) * (vocab_size * (4 + 1) + 4 * -(-vocab_size // 32) + 4 + lists)
 
 
 def parse_bytes(text: str) -> int:

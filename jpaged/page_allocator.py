@@ -41,9 +41,10 @@ class PageAllocator:
     Args:
       num_pages: pages in the pool, the null page included.
       page_size: token slots a page.
-      on_evict: told of each cached page that is about to be given out for other contents.
 
     Attributes:
+      num_pages, page_size: as above.
+      on_evict: told of each cached page that is about to be given out for other contents, if somebody sets it.
       lives: of the pages, as histograms.
 
     Raises:
@@ -60,29 +61,18 @@ class PageAllocator:
       (3, 1, 0)
     """
 
-    def __init__(self, num_pages: int, page_size: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
             raise ConfigError(f"num_pages is {num_pages}, expected at least 2 (page 0 is the null page)")
         if page_size < 1:
             raise ConfigError(f"page_size is {page_size}, expected at least 1")
-        self.on_evict = on_evict
-        self._num_pages = num_pages
-        self._page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
+        self.on_evict: Callable[[int], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))  # the end is given out first, so a new pool counts up from 1
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest cached first
         self._ref_counts = [0] * num_pages
         self._retained = bytearray(num_pages)
         self.lives = PageLives(num_pages)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the pool, the null page included."""
-        return self._num_pages
-
-    @property
-    def page_size(self) -> int:
-        """Token slots a page."""
-        return self._page_size
 
     @property
     def num_free(self) -> int:
@@ -102,11 +92,11 @@ class PageAllocator:
     @property
     def num_used(self) -> int:
         """Pages with at least one holder; a shared page counts once, the null page does not count."""
-        return self._num_pages - 1 - len(self._free) - len(self._cached)
+        return self.num_pages - 1 - len(self._free) - len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self.page_size)
 
     def ref_count(self, page: int) -> int:
         """Holders of a page; 0 for a free or cached page and for the null page.
@@ -114,8 +104,8 @@ class PageAllocator:
         Raises:
           PageStateError: there is no such page.
         """
-        if not 0 <= page < self._num_pages:
-            raise PageStateError(f"page {page} is not in the pool, expected an id in [0, {self._num_pages})")
+        if not 0 <= page < self.num_pages:
+            raise PageStateError(f"page {page} is not in the pool, expected an id in [0, {self.num_pages})")
         return self._ref_counts[page]
 
     def states(self) -> bytes:
@@ -147,8 +137,8 @@ class PageAllocator:
             raise PageStateError(f"allocate got {num_pages} pages, expected at least 0")
         if num_pages > self.num_available:
             raise OutOfPagesError(
-                f"{num_pages} pages asked for, {self.num_available} available of {self._num_pages - 1} "
-                f"(pages of {self._page_size} tokens): free pages first, or enlarge the pool"
+                f"{num_pages} pages asked for, {self.num_available} available of {self.num_pages - 1} "
+                f"(pages of {self.page_size} tokens): free pages first, or enlarge the pool"
             )
         while len(self._free) < num_pages:
             self._evict()
@@ -169,7 +159,7 @@ class PageAllocator:
         """
         pages = tuple(pages)
         for page in pages:
-            if not (0 < page < self._num_pages and self._retained[page]):
+            if not (0 < page < self.num_pages and self._retained[page]):
                 self._require_references(page, 1, "shared")
         revived = []
         for page in pages:
@@ -204,7 +194,7 @@ class PageAllocator:
         Raises:
           PageStateError: the page is not in use.
         """
-        if page <= 0 or page >= self._num_pages or not self._ref_counts[page]:
+        if page <= 0 or page >= self.num_pages or not self._ref_counts[page]:
             self._require_references(page, 1, "retained")
         self._retained[page] = 1
 
@@ -214,7 +204,7 @@ class PageAllocator:
         Raises:
           PageStateError: it is not.
         """
-        if not (0 < page < self._num_pages and self._retained[page]):
+        if not (0 < page < self.num_pages and self._retained[page]):
             raise PageStateError(f"page {page} cannot be forgotten: it is not retained")
         self._retained[page] = 0
         if page in self._cached:
@@ -236,17 +226,17 @@ class PageAllocator:
             raise PageStateError(f"page {page} is on the free list twice")
         if 0 in free or 0 in self._cached or self._ref_counts[0] != 0:
             raise PageStateError("page 0, the null page, is free, cached or in use, expected none of them")
-        foreign = [page for page in (*free, *self._cached) if not 0 < page < self._num_pages]
+        foreign = [page for page in (*free, *self._cached) if not 0 < page < self.num_pages]
         if foreign:
             raise PageStateError(f"page {foreign[0]} is free or cached, and is not in the pool")
-        for page in range(1, self._num_pages):
+        for page in range(1, self.num_pages):
             count, retained = self._ref_counts[page], bool(self._retained[page])
             where = (page in free, page in self._cached)
             if count < 0 or where != (count == 0 and not retained, count == 0 and retained):
                 raise PageStateError(f"page {page} has {count} holders, {retained=} and (free, cached) is {where}")
         if holders is not None:
             held = Counter(page for pages in holders for page in pages)
-            for page in range(self._num_pages):
+            for page in range(self.num_pages):
                 holding, count = held.pop(page, 0), self._ref_counts[page]
                 if holding != count:
                     raise PageStateError(f"page {page} counts {count} holders, expected {holding}")
@@ -264,8 +254,8 @@ class PageAllocator:
     def _require_references(self, page: int, least: int, verb: str) -> None:
         if page == 0:
             raise PageStateError(f"page 0 cannot be {verb}: it is the null page, which nobody holds")
-        if not 0 < page < self._num_pages:
-            raise PageStateError(f"page {page} cannot be {verb}: expected an id in [1, {self._num_pages})")
+        if not 0 < page < self.num_pages:
+            raise PageStateError(f"page {page} cannot be {verb}: expected an id in [1, {self.num_pages})")
         count = self._ref_counts[page]
         if count < least:
             raise PageStateError(f"page {page} cannot be {verb} {least}x: it has {count} holders; was it freed before?")

@@ -14,7 +14,6 @@ class Pins:
       2
       >>> pages = allocator.allocate(2)
       >>> pins.keep_promise("system prompt", pages)
-      True
       >>> pins.num_promised, pins.num_pages, allocator.ref_count(pages[0])
       (0, 2, 2)
     """
@@ -48,24 +47,20 @@ class Pins:
         """So many pages will be pinned."""
         self._promised[name] = num_pages
 
-    def is_promised(self, name: str) -> bool:
-        return name in self._promised
-
     def is_pinned(self, name: str) -> bool:
+        """Whether a promise was kept, and its pages not let go since."""
         return name in self._pages
 
     def drop_promise(self, name: str) -> bool:
         """Ends a promise; False if there is none."""
         return self._promised.pop(name, None) is not None
 
-    def keep_promise(self, name: str, pages: list[int]) -> bool:
-        """Pins pages, in the place of those that had this name; False if the promise was dropped."""
-        if not self.drop_promise(name):
-            return False
-        self._allocator.share(pages)
-        self._allocator.free(self._pages.pop(name, []))
-        self._pages[name] = pages
-        return True
+    def keep_promise(self, name: str, pages: list[int]) -> None:
+        """Pins pages, in the place of those that had this name; nothing is done if the promise was dropped."""
+        if self.drop_promise(name):
+            self._allocator.share(pages)
+            self._allocator.free(self._pages.pop(name, []))
+            self._pages[name] = pages
 
     def unpin(self, name: str) -> bool:
         """Lets pages go, or ends the promise; False if there is nothing of that name."""

@@ -54,9 +54,9 @@ class Planner:
         beams: BeamSteps,
         *,
         chunk: int,
-        token_buckets: AbstractSequence[int] = (),
-        speculation: Speculation | None = None,
-        decode_steps: int = 1,
+        token_buckets: AbstractSequence[int],
+        speculation: Speculation | None,
+        decode_steps: int,
     ) -> None:
         self._token_buckets = token_buckets
         self._max_num_tokens = config.max_num_batched_tokens

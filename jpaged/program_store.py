@@ -10,7 +10,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import jax
 from jax.experimental import serialize_executable
@@ -25,7 +25,6 @@ _SUFFIX, _PARTIAL = ".program", ".partial"
 _MAGIC: Final = b"jpaged program 1\n"
 _DIGEST_BYTES: Final = 32
 _LEFT_BEHIND_S: Final = 3600.0
-Key = TypeVar("Key", bound=Hashable)
 
 
 def open_store(folder: Path, parts: Any, sharding: Any) -> "ProgramStore | None":
@@ -47,7 +46,7 @@ def open_store(folder: Path, parts: Any, sharding: Any) -> "ProgramStore | None"
     return ProgramStore(folder, key, devices[0])
 
 
-class ProgramStore(Generic[Key]):
+class ProgramStore:
     """Keeps programs that were compiled, and gives them to later processes.
 
     What is damaged, or cannot be read or written, is as if it were not there; the log says so once. Processes may share
@@ -73,7 +72,7 @@ class ProgramStore(Generic[Key]):
         self._folder, self._key, self._device, self._max_bytes = folder, key, device, max_bytes
         self._said: set[str] = set()
 
-    def load(self, name: Key) -> Callable | None:
+    def load(self, name: Hashable) -> Callable | None:
         """A program, ready to be called; `None` if it is not there."""
         path = self._path(name)
         try:
@@ -92,7 +91,7 @@ class ProgramStore(Generic[Key]):
             os.utime(path)
         return executable
 
-    def save(self, name: Key, executable: Any) -> None:
+    def save(self, name: Hashable, executable: Any) -> None:
         """Keeps a program. It must have been compiled in this process: one that was loaded need not be whole."""
         try:
             data = _pack(executable)
@@ -112,7 +111,7 @@ class ProgramStore(Generic[Key]):
         except OSError as error:
             self._say("compiled programs are not kept: %s", error)
 
-    def _path(self, name: Key) -> Path:
+    def _path(self, name: Hashable) -> Path:
         return self._folder / (hashlib.sha256(f"{self._key} {name!r}".encode()).hexdigest() + _SUFFIX)
 
     def _make_room(self, needed: int) -> None:
@@ -124,7 +123,8 @@ class ProgramStore(Generic[Key]):
                     files.append((path.stat().st_mtime, path.stat().st_size, path))
         total, now = needed + sum(size for _, size, _ in files), time.time()
         for used, size, path in sorted(files):
-            if total > self._max_bytes or (path.suffix == _PARTIAL and now - used > _LEFT_BEHIND_S):
+            # Another process may be writing what is partial, unless it is old.
+            if now - used > _LEFT_BEHIND_S if path.suffix == _PARTIAL else total > self._max_bytes:
                 path.unlink(missing_ok=True)
                 total -= size
 

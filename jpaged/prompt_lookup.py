@@ -49,11 +49,6 @@ class PromptLookup:
         self._last: dict[int, int] = {}  # by key: where it ended last
         self._before = [0]  # by end
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were entered."""
-        return len(self._before) - 1
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Enters the tokens that are new.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jpaged.config import MAX_BIAS_IDS
 from jpaged.errors import RequestError
 from jpaged.structured import StructuredOutput
 from jpaged.timing import RequestTiming
@@ -151,8 +152,10 @@ class SamplingParams:
         if not 0.01 <= self.repetition_penalty <= 100:
             raise RequestError(f"repetition_penalty is {self.repetition_penalty}, expected a number in [0.01, 100]")
         self._set("top_k", _integer("top_k", self.top_k, -1))
-        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 300:
-            raise RequestError("logit_bias must be a mapping from token id to number with at most 300 entries")
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_BIAS_IDS:
+            raise RequestError(
+                f"logit_bias must be a mapping from token id to number with at most {MAX_BIAS_IDS} entries"
+            )
         bias = {}  # a copy: the caller may go on to change theirs
         for token, value in self.logit_bias.items():
             token, number = _integer("a key of logit_bias", token, 0), _number(f"logit_bias[{token}]", value)
@@ -244,6 +247,11 @@ class SamplingParams:
     @property
     def uses_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def bans_stops(self) -> bool:
+        """Whether stop tokens are banned before `min_tokens`. Where the output has a form, its masks see to that."""
+        return self.min_tokens > 0 and self.structured is None
 
     def may_stop(self, num_tokens: int) -> bool:
         """Whether an output may stop with its token number `num_tokens`, counted from 1: not before `min_tokens`."""

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from jpaged.errors import PageStateError
-from jpaged.sequence import COUNTERS, Sequence
+from jpaged.sequence import COUNTERS, RUN, Sequence
 
 _NEVER = 2**62  # more tokens than any sequence has
 
@@ -51,6 +51,11 @@ class RunningTable:
         self.counters = np.zeros((num_entries, len(COUNTERS)), np.int64)
         self._columns = list(self.counters.T)  # this is several times faster than indexing rows and columns at once
         self._runs = itertools.count(1)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return int(np.count_nonzero(self._columns[RUN]))
 
     def begin(self, seq: Sequence, state_index: int) -> None:
         """A sequence begins to run at this state index, which is free."""
@@ -125,11 +130,6 @@ class RunningRows:
     def are_plain(self) -> bool:
         """Whether the device can go on with each alone: nothing but its logits, and noise, says what it samples."""
         return all(_is_plain(seq) for seq in self.seqs)
-
-    @cached_property
-    def recomputed(self) -> list[Sequence]:
-        """Those that were computed more than once."""
-        return [seq for seq in self.seqs if seq.group.num_recomputed]
 
     @cached_property
     def siblings(self) -> list[Sequence]:

@@ -224,7 +224,8 @@ def _draw(
     tiles = _tiles(logits)
     _, num_tiles, size = tiles.shape
     if tuning.branches:
-        bits = jax.vmap(lambda key: jax.random.bits(key, (logits.shape[1],), jnp.uint32))(_wrapped(keys))
+        with jax.threefry_partitionable(True):  # as `gumbel` makes them, whatever the program is set to
+            bits = jax.vmap(lambda key: jax.random.bits(key, (logits.shape[1],), jnp.uint32))(_wrapped(keys))
         noisy = _tiles(logits + gumbel_of(bits))
         return _argmax(_maxima(noisy), lambda tile: _taken(noisy, tile))[1]
 

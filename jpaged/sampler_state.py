@@ -18,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from jpaged.config import MAX_BANNED_IDS, MAX_BIAS_IDS
 from jpaged.errors import RequestError
 from jpaged.request import SamplingParams
 from jpaged.token_mask import ALL_TOKENS, num_mask_words, pack_mask
-
-MAX_BIAS_IDS = 300
-MAX_BANNED_IDS = 80  # 64 stop token ids and 16 end-of-sequence ids
 
 
 @no_type_check  # trees are also made of placeholders, which have no shape
@@ -152,8 +150,7 @@ def entry_for(
                 f"logit_bias names token id {token}, expected ids below the vocabulary size {vocab_size}"
             )
     banned = sorted({token for token in (*eos_token_ids, *params.stop_token_ids) if 0 <= token < vocab_size})
-    bans = params.min_tokens > 0 and params.structured is None  # a mask sees to it where there is one
-    if bans and len(banned) > MAX_BANNED_IDS:
+    if params.bans_stops and len(banned) > MAX_BANNED_IDS:
         raise RequestError(
             f"min_tokens would ban {len(banned)} end-of-sequence and stop token ids, expected at most "
             f"{MAX_BANNED_IDS}; name fewer stop_token_ids"

@@ -161,7 +161,7 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
             samples,
             params.uses_penalties,
             bool(params.logit_bias),
-            num_output_tokens < params.min_tokens and params.structured is None,
+            params.bans_stops and num_output_tokens < params.min_tokens,
             params.structured is not None or params.allowed_token_ids is not None,
             num_logprobs,
         )
@@ -171,22 +171,27 @@ def sampling_fields(rows: Sequence[SamplingRow], num_rows: int, null_entry: int)
     return np.ascontiguousarray(np.frombuffer(words, np.int32).reshape(num_rows, NUM_SAMPLING_FIELDS).T)
 
 
-def sampling_kind(fields: np.ndarray) -> SamplingKind:
-    """What the rows of a step need at most of the sampler, as the host can tell.
+def sampling_kind(fields: np.ndarray, kinds: Sequence[SamplingKind] = SAMPLING_KINDS) -> SamplingKind:
+    """The least of some kinds that does for all rows of a step, as the host can tell.
 
     "greedy": the likeliest token; "draw": a draw from the whole softmax; "filter": one from what top_k, top_p and min_p
     leave; "full": masks, bias, bans or penalties before all that, or draws of both kinds.
 
     Args:
       fields: i32[NUM_SAMPLING_FIELDS, num_rows], as `sampling_fields` packs them.
+      kinds: that there are, as in `SamplerTuning.kinds`; "full" is always one of them.
 
     Example:
       >>> row = SamplingRow(SamplingParams(top_k=5), 7, state_index=0, position=9, samples=True, num_output_tokens=1)
       >>> fields = sampling_fields([row], num_rows=4, null_entry=8)
-      >>> sampling_kind(fields), sampling_kind(fields[:, 1:])
-      ('filter', 'greedy')
+      >>> sampling_kind(fields), sampling_kind(fields, ["greedy", "full"]), sampling_kind(fields[:, 1:])
+      ('filter', 'full', 'greedy')
     """
+    kind = _least_kind(fields)
+    return kind if kind in kinds else "full"
 
+
+def _least_kind(fields: np.ndarray) -> SamplingKind:
     def floats(name: str) -> np.ndarray:
         return fields[_INDEX[name]].view(np.float32)
 

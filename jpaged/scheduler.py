@@ -328,7 +328,7 @@ class Scheduler:
         for seq in group.live:
             self.finish(seq, "abort")
         if group.request.pin:
-            self._memory.unpin(request_id)
+            self._memory.pins.unpin(request_id)
         return True
 
     def weights_changed(self) -> None:
@@ -347,7 +347,7 @@ class Scheduler:
 
     def unpin(self, request_id: str) -> bool:
         """Lets the pages of a pinned prompt go, or does not pin them once computed; False if there are none."""
-        return self._memory.unpin(request_id)
+        return self._memory.pins.unpin(request_id)
 
     def check_invariants(self) -> None:
         """Checks, between two plans, that pages and state indices are held exactly by those who need them.
@@ -385,7 +385,7 @@ class Scheduler:
         group, request = seq.group, seq.request
         if not plan.samples[row]:
             if request.params.max_tokens == 0 and plan.starts[row] + plan.q_lens[row] == seq.num_prompt_tokens:
-                kept = not request.pin or self._memory.is_pinned(request.request_id)
+                kept = not request.pin or self._memory.pins.is_pinned(request.request_id)
                 self.finish(seq, "length" if kept else "abort")
             return
         seq.num_tokens -= 1

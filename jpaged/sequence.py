@@ -165,6 +165,16 @@ class Sequence:
         return (self.group.request.seed + self.index) % (1 << 63)
 
     @property
+    def num_logprobs(self) -> int:
+        """The likeliest tokens wanted with each sampled one; 0: only its own log-probability; -1: not even that."""
+        params, beam = self.group.request.params, self.group.beam
+        if beam is not None:
+            return beam.num_candidates
+        if params.logprobs is None and params.num_sequences > params.n:
+            return 0  # `best_of` ranks by them
+        return -1 if params.logprobs is None else params.logprobs
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.group.request.prompt_token_ids)
 

@@ -15,11 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jpaged.accelerators import GIB, Accelerator, Topology
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, StepShape, default_token_buckets
+from jpaged.accelerators import Accelerator, Topology
+from jpaged.config import (
+    MAX_DEFAULT_CPU_POOL_BYTES,
+    MAX_SLOTS,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    StepShape,
+    default_token_buckets,
+)
 from jpaged.division import Division
 from jpaged.errors import ConfigError
-from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES, check_weights
+from jpaged.model_bytes import WEIGHT_ITEMSIZES, kv_bytes_per_page, weight_bytes
 from jpaged.models.config import LlamaConfig
 from jpaged.serving_sizes import attention_of, default_page_size, page_buckets, token_budget
 from jpaged.step_bytes import (
@@ -41,8 +49,6 @@ _RESERVE: Final = {
 }  # gaps between arrays; on a GPU also the trials of its compiler
 _ROWS: Final = (256, 128, 64, 32, 16, 8)
 _TYPICAL_TOKENS: Final = 1024
-_MAX_SLOTS: Final = 2**31 - 1
-_MAX_CPU_POOL_BYTES: Final = GIB  # as `jpaged.kv_cache` has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +181,8 @@ def smallest_topology(plan: ServingPlan, accelerator: Accelerator, wishes: Wishe
 
 
 def _check(wishes: Wishes, dtype: str, kv_dtype: str, config: LlamaConfig) -> None:
-    if dtype not in WEIGHT_ITEMSIZES:
-        raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(WEIGHT_ITEMSIZES)}")
-    check_weights(wishes.weights)
-    if kv_dtype not in KV_ITEMSIZES:
-        raise ConfigError(f"the dtype of K and V is {kv_dtype!r}, expected one of {', '.join(KV_ITEMSIZES)}")
+    weight_bytes(config, dtype, wishes.weights)  # these two refuse what is no dtype
+    kv_bytes_per_page(config, 1, kv_dtype)
     fraction = CacheConfig.memory_fraction if wishes.memory_fraction is None else wishes.memory_fraction
     CacheConfig(page_size=wishes.page_size, num_pages=wishes.num_pages, memory_fraction=fraction)
     rows, budget = wishes.max_num_seqs, wishes.max_num_batched_tokens
@@ -239,7 +242,8 @@ class _Planner:
             "programs": sum(program_bytes(shape, chip) for shape in shapes),
         }
         if chip.platform == "gpu":
-            parts["step's outputs"] = lent_bytes(config, shapes, itemsize=itemsize)
+            sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "itemsize": itemsize}
+            parts["step's outputs"] = lent_bytes(shapes, **sizes)
         with_pages = ("weights", "sampler's state", "step's outputs")
         beside = sum(size for name, size in parts.items() if name not in with_pages)
         if wishes.memory_fraction is not None or chip.platform == "cpu":
@@ -249,8 +253,8 @@ class _Planner:
         parts["reserve"] = memory - int(memory * fraction) - beside
         pool = int(memory * fraction) - sum(parts.get(name, 0) for name in with_pages)
         if chip.platform == "cpu":
-            pool = min(pool, _MAX_CPU_POOL_BYTES) if wishes.num_pages is None else pool
-        num_pages = min(pool // per_page, _MAX_SLOTS // page_size)
+            pool = min(pool, MAX_DEFAULT_CPU_POOL_BYTES) if wishes.num_pages is None else pool
+        num_pages = min(pool // per_page, MAX_SLOTS // page_size)
         objection = None
         if num_pages < 2 or parts["reserve"] < 0:
             objection = _lacking(memory, parts, {"the null page and another": 2 * per_page})

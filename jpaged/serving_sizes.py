@@ -11,8 +11,9 @@ from jpaged.config import DEFAULT_PAGE_SIZE, SchedulerConfig
 from jpaged.models.config import LlamaConfig
 from jpaged.step_bytes import stored_page_bytes
 
-_TPU_PAGE_BYTES: Final = 128 << 10
-_TPU_PAGE_SIZES: Final = (64, 128)
+# The Mosaic TPU kernel fetches a page by one DMA: one of so many bytes hides most of its latency.
+TPU_PAGE_BYTES: Final = 128 << 10
+TPU_PAGE_SIZES: Final = (64, 128)
 _TPU_HEAD_DIMS: Final = (64, 128, 256)
 _TPU_MAX_PAGE_SIZE: Final = 512
 _TPU_ROWS: Final = {"float32": 8, "bfloat16": 16, "int8": 128, "float8_e4m3fn": 128}
@@ -40,11 +41,11 @@ def default_page_size(part: LlamaConfig, dtype: str, accelerator: Accelerator) -
       >>> [default_page_size(model_shape("llama-3.1-8b"), "bfloat16", ACCELERATORS[name]) for name in ("v5e", "h200")]
       [64, 16]
     """
-    small, large = _TPU_PAGE_SIZES
-    if accelerator.platform != "tpu" or not any(tpu_kernel_takes(part, size, dtype) for size in _TPU_PAGE_SIZES):
+    small, large = TPU_PAGE_SIZES
+    if accelerator.platform != "tpu" or not any(tpu_kernel_takes(part, size, dtype) for size in TPU_PAGE_SIZES):
         return DEFAULT_PAGE_SIZE
     bytes_of_layer = stored_page_bytes(part, small, dtype, tiled=True) // part.num_hidden_layers
-    return small if bytes_of_layer >= _TPU_PAGE_BYTES and tpu_kernel_takes(part, small, dtype) else large
+    return small if bytes_of_layer >= TPU_PAGE_BYTES and tpu_kernel_takes(part, small, dtype) else large
 
 
 def attention_of(part: LlamaConfig, page_size: int, dtype: str, accelerator: Accelerator) -> str:

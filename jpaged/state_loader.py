@@ -1,13 +1,22 @@
 """`StateLoader`: brings the sampler state up to date with what the host alone knows, before a step."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.constraints import Constraints
-from jpaged.entry_loader import EntryLoader
 from jpaged.request import SamplingParams
-from jpaged.sampler_state import SamplerEntry, SamplerState, entry_for, load_entry, load_masks, warm_up_masks
+from jpaged.sampler_state import (
+    SamplerEntry,
+    SamplerState,
+    entry_for,
+    load_entry,
+    load_masks,
+    needs_entry,
+    warm_up_masks,
+)
+from jpaged.sequence import Sequence as RunningSequence
 from jpaged.step_plan import StepPlan
 
 
@@ -26,19 +35,39 @@ class StateLoads(NamedTuple):
 class StateLoader:
     """Loads entries of sequences that begin to run, and masks of rows whose output must have a form.
 
+    An entry is loaded with all that its sequence has by its first row, which may come some steps after it began to run.
+
     Args:
-      entries: who needs an entry.
+      eos_token_ids: the model's end-of-sequence ids.
+      vocab_size: V.
       constraints: who needs a mask.
     """
 
-    def __init__(self, entries: EntryLoader, constraints: Constraints) -> None:
-        self._entries = entries
+    def __init__(self, eos_token_ids: Sequence[int], vocab_size: int, constraints: Constraints) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
         self._constraints = constraints
+        self._awaiting: dict[RunningSequence, None] = {}  # those that run, need an entry and had no row yet
 
     def due(self, plan: StepPlan) -> StateLoads | None:
         """What must be loaded before the step of this plan; `None`: nothing, as for most plans."""
-        loads = StateLoads(list(self._entries.due(plan)), self._constraints.due(plan))
+        for seq in plan.admitted:
+            if needs_entry(seq.request.params):
+                self._awaiting[seq] = None
+        entries = list(self._entries(plan)) if self._awaiting else []
+        loads = StateLoads(entries, self._constraints.due(plan))
         return loads if any(loads) else None
+
+    def _entries(self, plan: StepPlan) -> Iterator[tuple[int, SamplerEntry]]:
+        with_row = set(plan.seqs)
+        for seq in list(self._awaiting):
+            if seq.state_index is None:  # it was preempted or has ended
+                del self._awaiting[seq]
+            elif seq in with_row:
+                del self._awaiting[seq]
+                params, num_prompt, held = seq.request.params, seq.num_prompt_tokens, seq.tokens
+                known = {"prompt": held[:num_prompt], "output": held[num_prompt:]}
+                yield seq.state_index, entry_for(params, self._eos_token_ids, self._vocab_size, **known)
 
     def load(self, state: SamplerState, loads: StateLoads) -> SamplerState:
         """Loads it (`state` is donated)."""
@@ -61,5 +90,5 @@ class StateLoader:
 
     def clear(self) -> None:
         """All sequences have ended."""
-        self._entries.clear()
+        self._awaiting.clear()
         self._constraints.clear()

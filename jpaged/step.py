@@ -50,12 +50,10 @@ class Compilation:
     Attributes:
       program: what was compiled.
       seconds: tracing, lowering and compiling (or reading from disk) together.
-      after_warmup: it came late, when every program should have been there.
     """
 
     program: Program
     seconds: float
-    after_warmup: bool
 
 
 _Run = tuple[Callable, tuple[Buffer, ...]]  # a program, and what it is lent
@@ -232,15 +230,6 @@ class StepRunner:
             return forward_buffers(size, self._vocab_size, *self._hidden)
         return ()
 
-    def compile(self, kv_pages: list[KVPages], state: SamplerState, program: Program) -> Compilation:
-        """Compiles one program; `run` does it for those that are not there yet.
-
-        Raises:
-          RecompileError: the program comes after `mark_warm` and `recompile` is "error".
-        """
-        self._compile(kv_pages, state, [program])
-        return self.compilations[-1]
-
     def compile_all(
         self,
         kv_pages: list[KVPages],
@@ -256,13 +245,9 @@ class StepRunner:
           on_compiled: called after each, in this thread, with the seconds it took; they overlap.
 
         Raises:
-          RecompileError: as `compile` does.
+          RecompileError: some come after `mark_warm`, and `recompile` is "error".
         """
-        self._compile(kv_pages, state, [one for one in programs if one not in self._executables], on_compiled)
-        for lent in self._lent.values():
-            self._buffers.prepare(lent, state.last_token.sharding)
-
-    def _compile(self, kv_pages, state, programs: list[Program], on_compiled=None) -> None:
+        programs = [one for one in programs if one not in self._executables]
         if programs and self._warm and self._recompile == "error":
             raise RecompileError(
                 f"{', '.join(map(str, programs))} was not compiled at start; have {list(map(str, self._executables))}"
@@ -287,9 +272,11 @@ class StepRunner:
                 begin(done.key)
                 self._take_up(done.key, done.executable)
             self._executables[done.key] = done.executable
-            self.compilations.append(Compilation(done.key, done.seconds, after_warmup=self._warm))
+            self.compilations.append(Compilation(done.key, done.seconds))
             if on_compiled:
                 on_compiled(done.key, done.seconds)
+        for lent in self._lent.values():
+            self._buffers.prepare(lent, state.last_token.sharding)
 
     def programs(self, shapes: Iterable[StepShape]) -> tuple[Program, ...]:
         """Every program that a step of these shapes may need."""
@@ -299,11 +286,12 @@ class StepRunner:
         """What a packed plan asks for."""
         return StepNeeds.read(packed, shape, self._kinds)
 
-    def missing(self, needs: StepNeeds) -> list[Program]:
-        """The programs that such a step needs and that are not compiled."""
-        if needs in self._runs:
-            return []
-        return [program for program in needs.programs() if program not in self._executables]
+    def prepare(self, kv_pages: list[KVPages], state: SamplerState, needs: StepNeeds) -> None:
+        """Compiles what such a step needs and is not there yet, as `compile_all` does; to be called before `run`."""
+        if needs not in self._runs:
+            programs = list(needs.programs())
+            self.compile_all(kv_pages, state, programs)
+            self._runs[needs] = [(self._executables[one], self._lent.get(one, ())) for one in programs]
 
     def mark_warm(self) -> None:
         """From now on a compile is a fault (see `recompile`)."""
@@ -312,17 +300,11 @@ class StepRunner:
     def run(
         self, kv_pages: list[KVPages], state: SamplerState, packed: np.ndarray, needs: StepNeeds
     ) -> tuple[StepOutputs, list[KVPages], SamplerState]:
-        """Dispatches a step; returns before it is done. `kv_pages` and `state` are consumed.
+        """Dispatches a step that was prepared; returns before it is done. `kv_pages` and `state` are consumed.
 
         On a GPU the token ids of a step are written over by the `MAX_IN_FLIGHT`-th step after it.
         """
-        runs = self._runs.get(needs)
-        if runs is None:
-            for program in self.missing(needs):
-                self.compile(kv_pages, state, program)
-            programs = needs.programs()
-            runs = self._runs[needs] = [(self._executables[one], self._lent.get(one, ())) for one in programs]
-        first, *others = runs
+        first, *others = self._runs[needs]
         last_token = state.last_token
         place = last_token.sharding
         sent = jax.device_put(packed) if needs.prompt_logprobs else packed  # once, though two programs read it

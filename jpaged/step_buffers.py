@@ -4,10 +4,9 @@ A CUDA graph holds addresses. If an array that it reads or writes lies elsewhere
 brought up to date before it is launched, kernel by kernel, which takes the host longer than all else that it does for a
 step. So what one step made is donated to the next, to be written over. While steps of one shape follow each other,
 nothing else is allocated and freed but their inputs, in the same order each time, so the programs' temporaries stay
-where they are too.
+where they are too. What all of it takes, `jpaged.step_bytes.lent_bytes` knows.
 """
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
@@ -40,10 +39,6 @@ class Buffer(NamedTuple):
     def depth(self) -> int:
         """Steps that may have one of their own at the same time."""
         return _DEPTHS.get(self.role, 1)
-
-    @property
-    def nbytes(self) -> int:
-        return self.depth * math.prod(self.shape) * self.dtype.itemsize
 
 
 class StepBuffers:
@@ -81,30 +76,6 @@ class StepBuffers:
 
 def _make(one: Buffer, sharding: Any) -> jax.Array:
     return jax.device_put(np.zeros(one.shape, one.dtype), sharding)
-
-
-def step_buffers(
-    shapes: Iterable[StepShape], *, vocab_size: int, hidden_size: int, hidden_dtype: Any
-) -> tuple[Buffer, ...]:
-    """All that the steps of these shapes lend.
-
-    Example:
-      >>> wanted = step_buffers([StepShape(8, 4, 2)], vocab_size=100, hidden_size=16, hidden_dtype="bfloat16")
-      >>> [(one.role, one.shape) for one in wanted][:2]
-      [('logits', (4, 100)), ('hidden', (8, 16))]
-      >>> sum(one.nbytes for one in wanted)
-      2192
-    """
-    return tuple(
-        dict.fromkeys(
-            one
-            for shape in shapes
-            for one in (
-                *(() if shape.num_steps > 1 else forward_buffers(shape, vocab_size, hidden_size, hidden_dtype)),
-                token_buffer(shape.num_rows, shape.num_steps),
-            )
-        )
-    )
 
 
 def forward_buffers(shape: StepShape, vocab_size: int, hidden_size: int, hidden_dtype: Any) -> tuple[Buffer, ...]:

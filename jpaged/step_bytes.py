@@ -13,16 +13,22 @@ from types import MappingProxyType
 from typing import Final
 
 from jpaged.accelerators import Accelerator
-from jpaged.config import StepShape
+from jpaged.config import MAX_BANNED_IDS, MAX_BIAS_IDS, StepShape
 from jpaged.errors import ConfigError
-from jpaged.model_bytes import KV_ITEMSIZES, WEIGHT_ITEMSIZES, kernel_shapes, weight_bytes
+from jpaged.model_bytes import (
+    SCALE_BYTES,
+    SCALED,
+    WEIGHT_ITEMSIZES,
+    kernel_shapes,
+    kv_bytes_per_page,
+    sampler_bytes,
+    weight_bytes,
+)
 from jpaged.models.config import LlamaConfig
 
 _LANES: Final = 128
 _ROWS: Final = 8
 _MAX_RUN: Final = 1024  # elements that vectors are padded to a multiple of
-_BIAS_IDS: Final = 300
-_BANNED_IDS: Final = 80
 _FIELDS: Final = 17  # of a row's sampling parameters
 _STEPS_OF_TOKENS: Final = 4  # whose sampled tokens are kept
 _CHUNK_TOKENS: Final = 64  # longer steps walk their tokens in a loop for prompt log-probabilities
@@ -171,22 +177,20 @@ def stored_page_bytes(part: LlamaConfig, page_size: int, dtype: str, *, tiled: b
     Raises:
       ConfigError: `dtype` is no dtype of pages.
     """
-    if dtype not in KV_ITEMSIZES:
-        raise ConfigError(f"the dtype of K and V is {dtype!r}, expected one of {', '.join(KV_ITEMSIZES)}")
+    untiled = kv_bytes_per_page(part, page_size, dtype)  # refuses what is none
     rows = page_size * part.num_key_value_heads
-    scales = 0
-    if dtype in ("int8", "float8_e4m3fn"):
-        scales = 2 * 4 * (_up(rows, _LANES) if tiled else rows)
-    return part.num_hidden_layers * (rows * 2 * part.head_dim * KV_ITEMSIZES[dtype] + scales)
+    padding = _up(rows, _LANES) - rows if tiled and dtype in SCALED else 0  # of the scales of K, and of V
+    return untiled + part.num_hidden_layers * 2 * SCALE_BYTES * padding
 
 
 def state_bytes(max_num_seqs: int, vocab_size: int, *, tiled: bool) -> int:
     """Bytes of the sampler's state (`jpaged.sampler_state`)."""
+    if not tiled:
+        return sampler_bytes(max_num_seqs, vocab_size)
     entries, words = max_num_seqs + 1, -(-vocab_size // 32)
-    matrices = ((vocab_size, 4), (vocab_size, 1), (_BIAS_IDS, 4), (_BIAS_IDS, 4), (_BANNED_IDS, 4), (words, 4))
-    if tiled:
-        return sum(tiled_bytes((entries, width), size) for width, size in matrices) + tiled_bytes((entries,), 4)
-    return entries * (sum(width * size for width, size in matrices) + 4)
+    lists = ((MAX_BIAS_IDS, 4), (MAX_BIAS_IDS, 4), (MAX_BANNED_IDS, 4))
+    matrices = ((vocab_size, 4), (vocab_size, 1), *lists, (words, 4))
+    return sum(tiled_bytes((entries, width), size) for width, size in matrices) + tiled_bytes((entries,), 4)
 
 
 def input_bytes(shape: StepShape) -> int:
@@ -200,18 +204,24 @@ def input_bytes(shape: StepShape) -> int:
     return tiled_bytes((words,), 4)
 
 
-def lent_bytes(config: LlamaConfig, shapes: Iterable[StepShape], *, itemsize: int) -> int:
+def lent_bytes(shapes: Iterable[StepShape], *, vocab_size: int, hidden_size: int, itemsize: int) -> int:
     """Bytes that the steps of a GPU keep to write over (`jpaged.step_buffers`): logits and more by rows, hidden states.
 
+    Args:
+      shapes: of the steps. Those that decode several times keep token ids alone.
+      vocab_size, hidden_size: of the model.
+      itemsize: of hidden states.
+
     Example:
-      >>> from jpaged.model_shapes import model_shape
-      >>> lent_bytes(model_shape("llama-3.1-8b"), [StepShape(512, 256, 128)], itemsize=2) / 1e6
+      >>> lent_bytes([StepShape(512, 256, 128)], vocab_size=128256, hidden_size=4096, itemsize=2) / 1e6
       135.549952
     """
     shapes = list(shapes)
-    rows, tokens = {shape.num_rows for shape in shapes}, {shape.num_tokens for shape in shapes}
-    words = config.vocab_size + _FIELDS + _STEPS_OF_TOKENS
-    return 4 * words * sum(rows) + config.hidden_size * itemsize * sum(tokens)
+    forward = [shape for shape in shapes if shape.num_steps == 1]
+    rows, tokens = {shape.num_rows for shape in forward}, {shape.num_tokens for shape in forward}
+    num_ids = sum(rows * steps for rows, steps in {(shape.num_rows, shape.num_steps) for shape in shapes})
+    words = (vocab_size + _FIELDS) * sum(rows) + _STEPS_OF_TOKENS * num_ids
+    return 4 * words + hidden_size * itemsize * sum(tokens)
 
 
 def temporary_bytes(

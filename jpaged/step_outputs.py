@@ -8,7 +8,6 @@ from typing import no_type_check
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jpaged.batch import num_logprobs
 from jpaged.request import TokenLogprobs
 from jpaged.sequence import Sequence
 from jpaged.step_plan import StepPlan
@@ -52,7 +51,7 @@ class DispatchedStep:
 
 def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int, int], TokenLogprobs | None]:
     """Those of each row's tokens, by row and place among them; nothing is read from the device unless some row asks."""
-    wanted = [num_logprobs(seq) if samples else -1 for seq, samples in zip(plan.seqs, plan.samples, strict=True)]
+    wanted = [seq.num_logprobs if samples else -1 for seq, samples in zip(plan.seqs, plan.samples, strict=True)]
     if max(wanted) < 0:
         return lambda row, place: None
     ids, chosen, top_ids, top = jax.device_get(

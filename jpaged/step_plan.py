@@ -1,8 +1,8 @@
 """`StepPlan`: what the scheduler decides for one step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,33 +88,6 @@ class StepPlan:
     drafts: Drafts | None = None
     num_steps: int = 1
     num_more: np.ndarray | None = None
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[PlannedRow], **options: Any) -> "StepPlan":
-        """A plan of these rows, in the order of a plan, whose sequences count them as computed.
-
-        Args:
-          rows: of sequences that have a state index.
-          **options: the last four fields.
-        """
-        rows = list(rows)
-        seqs = [row.seq for row in rows]
-        columns = [(row.start, row.num_tokens, row.source, row.seq.state_index) for row in rows]
-        starts, q_lens, sources, entries = np.array(columns, np.int64).reshape(-1, 4).T
-        samples = np.array([row.samples for row in rows], bool)
-        return cls(
-            seqs,
-            starts,
-            q_lens,
-            samples,
-            sources,
-            entries,
-            versions=np.array([(seq.pages_version, seq.run) for seq in seqs], np.int64).reshape(-1, 2),
-            from_device=np.array([row.kv_len > row.seq.num_given_tokens for row in rows], bool),
-            num_decode=int((q_lens == 1).sum()),
-            num_tokens=int(q_lens.sum()),
-            **options,
-        )
 
     @property
     def num_seqs(self) -> int:

@@ -66,9 +66,8 @@ class StepNeeds:
         if shape.num_steps > 1:
             return cls(shape, "draw")  # the planner saw to it that this does
         fields = sampling_part(packed, shape)
-        kind = sampling_kind(fields)
         asks = packed[packed.shape[0] - fields.size - 1]  # wants_prompt_logprobs, the last scalar
-        return cls(shape, kind if kind in kinds else "full", wants_logprobs(fields), bool(asks))
+        return cls(shape, sampling_kind(fields, kinds), wants_logprobs(fields), bool(asks))
 
     def programs(self) -> Iterator[Program]:
         """In the order in which they run."""

@@ -16,7 +16,7 @@ from jpaged.models.config import LlamaConfig
 from jpaged.models.llama import Llama
 from jpaged.models.parameter_map import ParameterPath, is_quantisable, path_name
 from jpaged.models.quantised import refuse_quantised
-from jpaged.models.weights import Progress, abstract_llama, llama_from_arrays, num_bytes, place
+from jpaged.models.weights import Progress, abstract_llama, num_bytes, place, with_arrays
 
 _PARAMS = "params"
 
@@ -85,12 +85,15 @@ def restore_orbax(
 
     path = folder.absolute() / _PARAMS
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    state = nnx.to_flat_state(nnx.state(abstract_llama(config, dtype)))
+    model = plain = abstract_llama(config, dtype)
+    if weights is not None:
+        model = abstract_llama(config, dtype, weights)
+    state = nnx.to_flat_state(nnx.state(plain))
     wanted = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding) for name, variable in state}
     # A kernel that is quantised comes by itself, so that the next one is not there yet; all others together.
     alone = [name for name in wanted if weights is not None and is_quantisable(name)]
     groups = [[name] for name in alone] + [[name for name in wanted if name not in set(alone)]]
-    total = num_bytes(abstract_llama(config, dtype, weights))
+    total = num_bytes(model)
     arrays: dict[ParameterPath, jax.Array] = {}
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
@@ -117,7 +120,7 @@ def restore_orbax(
                 f"the Orbax checkpoint {path} cannot be read; it is damaged or not whole: copy or save it again "
                 f"({type(error).__name__}: {reason})"
             ) from error
-    return llama_from_arrays(config, dtype, arrays, weights)
+    return with_arrays(model, arrays)
 
 
 def _check(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ from jpaged.models.checkpoint import is_orbax, restore_orbax
 from jpaged.models.config import LlamaConfig
 from jpaged.models.gguf import GGUFSource
 from jpaged.models.llama import Llama
-from jpaged.models.quantised import check_form
+from jpaged.models.parameter_map import check_form
 from jpaged.models.safetensors_folder import SafetensorsFolder, read_json
 from jpaged.models.weights import Progress, fill_llama, float_dtype
 

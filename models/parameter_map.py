@@ -17,6 +17,7 @@ those of Hugging Face, which are the only ones that readers and writers exchange
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.errors import ConfigError
 from jpaged.models.config import LlamaConfig
 
 # Names of attributes and places in lists, as flax gives them.
@@ -113,6 +114,16 @@ def is_quantisable(path: ParameterPath) -> bool:
       (True, False)
     """
     return path[0] == "layers" and path[-1] == "kernel"
+
+
+def check_form(weights: object) -> None:
+    """Refuses unknown forms of weights.
+
+    Raises:
+      ConfigError: not one of `WEIGHT_FORMS`.
+    """
+    if weights not in WEIGHT_FORMS:
+        raise ConfigError(f"weights is {weights!r:.80}, expected one of {', '.join(WEIGHT_FORMS)}, or None")
 
 
 def path_name(path: ParameterPath) -> str:

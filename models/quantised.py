@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int8, Num
 from jpaged.errors import ConfigError
 from jpaged.models.linear import Linear
 from jpaged.models.llama import Llama
-from jpaged.models.parameter_map import WEIGHT_FORMS
+from jpaged.models.parameter_map import check_form
 
 # Dtype of the codes, and the largest of them; int8's -128 is left out, so that codes are symmetric.
 _CODES: Final = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}
@@ -142,17 +142,6 @@ def _quantise(kernel, weights):
     return codes.T, scale  # with the inputs of a channel in a row, as Hopper's 8-bit products want them
 
 
-def dequantise(linear: QuantisedLinear) -> Float32[Array, "in out"]:
-    """The kernel that its codes stand for.
-
-    Example:
-      >>> linear = Linear(2, 3, rngs=nnx.Rngs(0), dtype=jnp.float32)
-      >>> bool(jnp.allclose(dequantise(QuantisedLinear(linear, "int8")), linear.kernel[...], atol=1e-3))
-      True
-    """
-    return linear.kernel[...].T.astype(jnp.float32) * linear.scale[...]
-
-
 def quantise(model: Llama, weights: str) -> Llama:
     """A Llama that computes with quantised weights; what is not quantised is shared with `model`.
 
@@ -243,13 +232,3 @@ def refuse_quantised(model: nnx.Module, what: str) -> None:
 
 def _form(dtype: np.dtype) -> str:
     return next(form for form, (codes, _) in _CODES.items() if codes == dtype)
-
-
-def check_form(weights: str) -> None:
-    """Refuses unknown forms of weights.
-
-    Raises:
-      ConfigError: not one of `WEIGHT_FORMS`.
-    """
-    if weights not in WEIGHT_FORMS:
-        raise ConfigError(f"weights is {weights!r:.80}, expected one of {', '.join(WEIGHT_FORMS)}, or None")

@@ -68,11 +68,9 @@ def abstract_llama(config: LlamaConfig, dtype: DTypeLike, weights: str | None = 
     return nnx.eval_shape(make)
 
 
-def llama_from_arrays(
-    config: LlamaConfig, dtype: DTypeLike, arrays: Mapping[ParameterPath, jax.Array], weights: str | None = None
-) -> Llama:
-    """A Llama that holds exactly these arrays; nothing is copied. `weights` as in `load_model`."""
-    graph, state = nnx.split(abstract_llama(config, dtype, weights))
+def with_arrays(abstract: Llama, arrays: Mapping[ParameterPath, jax.Array]) -> Llama:
+    """What `abstract_llama` gave, with these arrays as its parameters; nothing is copied."""
+    graph, state = nnx.split(abstract)
     flat = [(path, variable.replace(arrays[path])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -109,12 +107,13 @@ def fill_llama(
             f"{LM_HEAD} differs from {EMBED}, but the config says that they are tied; "
             'set "tie_word_embeddings" to false in config.json to use both'
         )
-    total, arrays = num_bytes(abstract_llama(config, wanted, weights)), {}
+    model = abstract_llama(config, wanted, weights)
+    total, arrays = num_bytes(model), {}
     for path, pieces in mapping.items():
         arrays |= place(path, _assemble(path, pieces, source, wanted), weights)
         if progress is not None:
             progress(sum(array.nbytes for array in arrays.values()), total)
-    return llama_from_arrays(config, wanted, arrays, weights)
+    return with_arrays(model, arrays)
 
 
 def num_bytes(model: Llama) -> int:

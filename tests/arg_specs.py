@@ -2,10 +2,15 @@
 
 Inputs are hostile: page ids are shuffled, and everything that no query may see (free pages, the null page, the tail of
 a row's last page, pages that a sliding window has left behind, padding tokens) is NaN.
+
+They are made by numpy, and moved by `jax.device_put`: jax compiles a program for each other operation on each shape,
+`jnp.asarray` of an array included, and that takes longer than most tests.
 """
 
+import functools
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -155,13 +160,13 @@ def make_metadata(spec: ArgSpec, rng: np.random.Generator, *, forget_behind_wind
     cu_q_lens = np.zeros(rows + 1, np.int32)
     cu_q_lens[1:] = np.cumsum([*spec.q_lens, *[0] * spec.pad_rows])
     return PagedMetadata(
-        page_table=jnp.asarray(page_table),
-        kv_lens=jnp.asarray([*spec.kv_lens, *[0] * spec.pad_rows], jnp.int32),
-        cu_q_lens=jnp.asarray(cu_q_lens),
-        positions=jnp.asarray(positions),
-        slot_mapping=jnp.asarray(slots),
-        num_decode=jnp.asarray(spec.num_decode, jnp.int32),
-        num_seqs=jnp.asarray(len(spec.q_lens), jnp.int32),
+        page_table=jax.device_put(page_table),
+        kv_lens=jax.device_put(np.array([*spec.kv_lens, *[0] * spec.pad_rows], np.int32)),
+        cu_q_lens=jax.device_put(cu_q_lens),
+        positions=jax.device_put(positions),
+        slot_mapping=jax.device_put(slots),
+        num_decode=jax.device_put(np.int32(spec.num_decode)),
+        num_seqs=jax.device_put(np.int32(len(spec.q_lens))),
     )
 
 
@@ -177,7 +182,11 @@ def poisoned_pages(spec: PageSpec) -> tuple[np.ndarray, np.ndarray | None]:
 
 def _device_pages(spec: PageSpec, kv: np.ndarray, kv_scales: np.ndarray | None) -> KVPages:
     data, scales = spec.to_stored(kv, kv_scales)
-    return KVPages(jnp.asarray(data), None if scales is None else jnp.asarray(scales), spec)
+    return KVPages(jax.device_put(data), None if scales is None else jax.device_put(scales), spec)
+
+
+# All rows in one program, not one for each operation on each length.
+_quantize_at_once = functools.partial(jax.jit, static_argnums=1)(quantize)
 
 
 def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
@@ -197,29 +206,29 @@ def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
         return x
 
     new_k, new_v = (tokens(spec.num_kv_heads) for _ in range(2))
-    for row, (q_len, kv_len) in enumerate(zip(spec.q_lens, spec.kv_lens, strict=True)):
-        kv = normal(kv_len, spec.num_kv_heads, 2, spec.head_dim)
-        begin = int(meta.cu_q_lens[row])
+    rows = []
+    for q_len, kv_len, begin in zip(spec.q_lens, spec.kv_lens, np.asarray(meta.cu_q_lens), strict=False):
         own = np.stack([new_k[begin : begin + q_len], new_v[begin : begin + q_len]], axis=2)
-        kv = np.concatenate([kv[: kv_len - q_len], own])
-        kv_scales = None
-        if page_spec.quantized:
-            values, row_scales = quantize(jnp.asarray(kv), page_spec.dtype)
-            kv, kv_scales = np.asarray(values), np.asarray(row_scales)
-        else:
-            kv = kv.astype(page_spec.dtype)
+        rows.append(np.concatenate([normal(kv_len, spec.num_kv_heads, 2, spec.head_dim)[: kv_len - q_len], own]))
+    kvs, kv_scales = np.concatenate(rows), None
+    if page_spec.quantized:
+        kvs, kv_scales = map(np.asarray, _quantize_at_once(kvs, page_spec.dtype))
+    ends = np.cumsum(spec.kv_lens)
+    for row, (q_len, kv_len, end) in enumerate(zip(spec.q_lens, spec.kv_lens, ends, strict=True)):
+        own = slice(end - kv_len, end)
+        kv = kvs[own].astype(page_spec.dtype)
         positions = np.arange(kv_len)
         pages, offsets = page_table[row, positions // spec.page_size], positions % spec.page_size
         for pool, pool_scales, until in ((data, scales, kv_len), (before, scales_before, kv_len - q_len)):
             seen = np.flatnonzero((pages != 0) & (positions < until))
             pool[pages[seen], offsets[seen]] = kv[seen]
             if pool_scales is not None and kv_scales is not None:
-                pool_scales[pages[seen], offsets[seen]] = kv_scales[seen]
+                pool_scales[pages[seen], offsets[seen]] = kv_scales[own][seen]
     return Inputs(
-        q=jnp.asarray(tokens(spec.num_heads)),
-        k=jnp.asarray(new_k),
-        v=jnp.asarray(new_v),
-        sinks=jnp.asarray(rng.standard_normal(spec.num_heads).astype(np.float32)) if spec.sinks else None,
+        q=jax.device_put(tokens(spec.num_heads)),
+        k=jax.device_put(new_k),
+        v=jax.device_put(new_v),
+        sinks=jax.device_put(rng.standard_normal(spec.num_heads).astype(np.float32)) if spec.sinks else None,
         kv_pages=_device_pages(page_spec, data, scales),
         pages_before=_device_pages(page_spec, before, scales_before),
         meta=meta,

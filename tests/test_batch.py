@@ -6,14 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.batch import MAX_IN_FLIGHT, BatchPacker, num_logprobs, packed_size, unpack
+from jpaged.batch import MAX_IN_FLIGHT, BatchPacker, packed_size, unpack
 from jpaged.config import SchedulerConfig, StepShape
 from jpaged.drafts import Drafts
 from jpaged.memory_manager import MemoryManager
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
-from jpaged.step_plan import PlannedRow, StepPlan
+from jpaged.step_plan import PlannedRow
+from jpaged.step_programs import StepNeeds
+from tests.plans import plan_of_rows
 
 PAGE, SEQS = 8, 4
 SHAPES = (StepShape(4, 4, 2), StepShape(4, 4, 6), StepShape(32, 4, 6))
@@ -112,7 +114,7 @@ def test_next_tokens_stop_at_the_end_of_the_prompt():
         at = 0
         for row in plan.rows:
             if row.seq.request.request_id == "asks":
-                assert bool(inputs.wants_prompt_logprobs)
+                assert StepNeeds.read(packed, shape).prompt_logprobs
                 following += inputs.next_tokens[at : at + row.num_tokens].tolist()
             else:
                 assert not inputs.next_tokens[at : at + row.num_tokens].any()
@@ -120,7 +122,7 @@ def test_next_tokens_stop_at_the_end_of_the_prompt():
         scheduler.update(plan, [50] * plan.num_seqs)
     assert following == [*range(6, 45), 0]
     packed, shape = packer.pack(scheduler.plan())
-    assert not bool(unpack(jnp.asarray(packed), shape).wants_prompt_logprobs)
+    assert not StepNeeds.read(packed, shape).prompt_logprobs
 
 
 def test_a_reused_state_entry_shows_none_of_its_former_pages():
@@ -213,7 +215,7 @@ def test_a_prompt_of_one_token_with_forks_takes_a_shape_with_rows_for_them():
 def test_as_many_log_probabilities_as_somebody_reads(params, expected):
     scheduler = make_scheduler()
     seq = add(scheduler, "a", [1], **params)
-    assert num_logprobs(seq) == expected
+    assert seq.num_logprobs == expected
     packed, shape = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(scheduler.plan())
     assert int(unpack(jnp.asarray(packed), shape).sampling.num_logprobs[0]) == expected
 
@@ -228,7 +230,7 @@ def test_guesses_are_tokens_of_their_row_and_rows_of_the_sampler():
     a.num_computed_tokens += 3  # as if it computed its last token and two guesses
     b.num_computed_tokens += 1
     rows = [PlannedRow(b, 7, 1, True, 0), PlannedRow(a, 3, 3, True, 1)]
-    plan = replace(StepPlan.of_rows(rows), drafts=Drafts(np.array([0, 2]), np.array([40, 41])))
+    plan = replace(plan_of_rows(rows), drafts=Drafts(np.array([0, 2]), np.array([40, 41])))
     plan = replace(plan, from_device=np.array([True, False]))
     packed, shape = BatchPacker(SHAPES, page_size=PAGE, max_num_seqs=SEQS).pack(plan)
     assert shape == SHAPES[0]

@@ -86,8 +86,7 @@ def test_each_request_gets_one_output_at_its_end():
     steps = Steps()
     for index in range(3):
         steps.add(f"{index}", max_tokens=2 + index)
-    assert steps.collector.request_ids == ["0", "1", "2"]
-    assert "1" in steps.collector
+    assert all(name in steps.collector for name in "012")
     outputs = steps.drain()
     assert [output.request_id for output in outputs] == ["0", "1", "2"]
     assert [output.text for output in outputs] == ["ab", "abc", "abcd"]

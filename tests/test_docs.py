@@ -83,6 +83,24 @@ def test_paths_and_tests_that_are_named_exist(document: Path) -> None:
         assert not test or test in defined_names(found), f"`{quoted}`: no such test"
 
 
+FOREIGN = {"output_to_operand_aliasing", "TF_CPP_VMODULE", "hlo_pass_pipeline", "nvptx_compiler"}  # of jax and XLA
+
+
+@pytest.fixture(scope="module")
+def names_in_the_code() -> set[str]:
+    """All words of sources and tests, and what their files are called."""
+    folders = ("jpaged", "models", "pallas_kernels", "scripts", "tests")
+    sources = [path for name in folders for path in (ROOT / name).rglob("*.py") if path != Path(__file__)]
+    return set(re.findall(r"[A-Za-z_]\w*", "\n".join(f"{path.stem} {path.read_text('utf-8')}" for path in sources)))
+
+
+@pytest.mark.parametrize("document", [README, *sorted((ROOT / "docs" / "architecture").glob("*.md"))], ids=name_of)
+def test_names_that_are_quoted_are_in_the_code(document: Path, names_in_the_code: set[str]) -> None:
+    for quoted in re.findall(r"`([^`\n]+)`", prose(document)):
+        for name in re.findall(r"\b[A-Za-z_]\w*(?:_|(?<=[a-z])[A-Z])\w*", quoted):  # with a _ or a hump in it
+            assert name in names_in_the_code | FOREIGN, f"`{quoted}`: nothing is called {name}"
+
+
 def test_every_architecture_page_names_tests_and_files_and_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = sorted((ROOT / "docs" / "architecture").glob("*.md"))
@@ -91,7 +109,9 @@ def test_every_architecture_page_names_tests_and_files_and_is_in_the_index() -> 
         text = page.read_text(encoding="utf-8")
         assert f"(architecture/{page.name})" in index
         assert "::test_" in text, f"{page.name} names no test"
-        assert page.name.startswith("01") or "\nFiles: " in text, f"{page.name} names no files"
+        if not page.name.startswith("01"):
+            before = text.split("\nFiles: ")[0]
+            assert before.count("\n\n") == 2, f"{page.name}: a title, a review, what it is about; then its files"
 
 
 def test_the_tree_on_the_layout_page_is_the_tree() -> None:
@@ -340,6 +360,19 @@ def test_the_renderer_needs_the_standard_library_alone() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1), done.stderr
     assert done.stderr == ""
+
+
+def test_the_table_of_quantised_weights_is_its_record() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "docs" / "benchmarks" / "weights-cpu.json").read_text(encoding="utf-8"))
+    results = dict(record["results"]["weights"])
+    rows = [f"| {record['results']['dtype']} | {results.pop('none')['perplexity']:.3f} | – | – | – | – |"]
+    for name, r in results.items():
+        rise = f"{r['rise_percent']:.2f} ± {r['error_percent']:.2f}"
+        shares = [f"{100 * r[key]:.1f}" for key in ("agreement", "lowest_agreement", "prefix")]
+        rows.append(f"| {name} | {r['perplexity']:.3f} | {rise} | {' | '.join(shares)} |")
+    assert "\n".join(rows) in text
+    assert f"Measured {record['date']} on one {record['device']}, commit `{record['commit']}`" in text
 
 
 # --- the notebook -----------------------------------------------------------------------------------------------------

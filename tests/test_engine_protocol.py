@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged.batch import MAX_IN_FLIGHT
 from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.engine import Engine
 from jpaged.errors import ConfigError, RecompileError, RequestError
@@ -290,6 +291,41 @@ def test_an_interrupt_between_donation_and_return_waits_for_the_step(engine, exp
     engine.add(PROMPTS[0], GREEDY)
     (output,) = serve(engine)
     assert list(output.token_ids) == expected[0]
+
+
+def test_buffers_are_packed_anew_only_after_their_steps_however_often_they_are_interrupted(
+    engine, expected, monkeypatch
+):
+    prepare, run, dispatched, waited_for = engine._runner.prepare, engine._runner.run, [], []
+
+    def prepared(*args):
+        prepare(*args)
+        if len(rounds) % 2:  # packed for a step that never comes
+            raise KeyboardInterrupt
+
+    def signalled(*args):
+        result = run(*args)
+        dispatched.append(result[0].token_ids)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    rounds: list[int] = []
+    for index in range(2 * MAX_IN_FLIGHT + 1):
+        rounds.append(index)
+        for prompt in PROMPTS[index % 3 :]:
+            engine.add(prompt, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "prepare", prepared)
+            patch.setattr(engine._runner, "run", signalled)
+            patch.setattr(jax, "block_until_ready", waited_for.extend)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert [id(array) for array in waited_for] == [id(array) for array in dispatched]
+    assert len(dispatched) == MAX_IN_FLIGHT
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(prompt, GREEDY, request_id=f"{index}")
+    outputs = sorted(serve(engine), key=lambda output: output.request_id)
+    assert [list(output.token_ids) for output in outputs] == expected
 
 
 def test_a_step_that_may_not_compile_stops_the_engine(model):

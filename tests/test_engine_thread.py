@@ -305,11 +305,16 @@ def test_random_requests_and_aborts_leave_nothing(engine, served):
                 if rng.random() < 0.1:
                     await client.abort(rng.sample(list(client._numbers), min(2, client.num_live)))
             await asyncio.gather(*todo)
+            async with held(client):  # one abort at least that comes in time, whatever the machine does
+                doomed = asyncio.create_task(client.generate(PROMPTS[0], LONG))
+                await asyncio.sleep(0)  # it asks
+                assert await client.abort() == 1
+            ended.append((await doomed).finish_reason or "")
             await until(lambda: not engine.has_work)
             stats = (await client.report()).stats
             assert stats.pages_free + stats.pages_cached + 1 == stats.num_pages
             assert client.num_live == 0
 
     run(main(), 120)
-    assert len(ended) == 300
+    assert len(ended) == 301
     assert {"left", "refused", "abort", "length"} <= set(ended)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from jpaged.config import SchedulerConfig
-from jpaged.entry_loader import EntryLoader
+from jpaged.constraints import Constraints
 from jpaged.memory_manager import MemoryManager
 from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import entry_for
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
+from jpaged.state_loader import StateLoader
 from jpaged.step_plan import StepPlan
+from tests.plans import plan_of_rows
 
 PAGE, VOCAB, EOS = 4, 40, 2
 PENALTY = {"presence_penalty": 0.5}
@@ -27,7 +29,7 @@ class Counting:
         memory = MemoryManager.for_pool(num_pages, PAGE, num_host_pages=num_host_pages)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, headroom_pages=0, **options)
         self.scheduler = Scheduler(config, memory, max_model_len=32)
-        self.loader = EntryLoader((EOS,), VOCAB)
+        self.loader = StateLoader((EOS,), VOCAB, Constraints(None, VOCAB, (EOS,)))
         self.counts = {index: (Counter(), set()) for index in range(4)}
         self.loaded: list[Sequence] = []
         self.in_flight: deque[StepPlan] = deque()
@@ -43,7 +45,7 @@ class Counting:
         plan = self.scheduler.plan()
         if plan is not None:
             owners = {seq.state_index: seq for seq in self.scheduler.running_seqs}
-            for index, entry in self.loader.due(plan):
+            for index, entry in self.due(plan):
                 output = {token: int(count) for token, count in enumerate(entry.output_counts) if count}
                 self.counts[index] = (Counter(output), set(entry.prompt_mask.nonzero()[0].tolist()))
                 self.loaded.append(owners[index])
@@ -54,6 +56,10 @@ class Counting:
             done = self.in_flight.popleft()
             self.scheduler.update(done, [token_at(row.seq, row.kv_len) for row in done.rows])
         return plan
+
+    def due(self, plan: StepPlan) -> list:
+        loads = self.loader.due(plan)
+        return [] if loads is None else loads.entries
 
     def run(self, row) -> None:
         seq = row.seq
@@ -132,11 +138,11 @@ def test_the_entry_is_the_one_of_the_parameters():
     counting = Counting()
     group = counting.add("a", min_tokens=2, logit_bias={3: 1.5}, stop_token_ids=[9])
     plan = counting.scheduler.plan()
-    ((index, entry),) = counting.loader.due(plan)
+    ((index, entry),) = counting.due(plan)
     assert index == group.seqs[0].state_index
     for got, expected in zip(entry, entry_for(group.request.params, (EOS,), VOCAB, prompt=PROMPT), strict=True):
         np.testing.assert_array_equal(got, expected)
-    assert list(counting.loader.due(replace(plan, admitted=()))) == []
+    assert counting.due(replace(plan, admitted=())) == []
 
 
 @pytest.mark.parametrize(("ending", "expected"), [("nothing", 1), ("clear", 0), ("abort", 0)])
@@ -144,11 +150,11 @@ def test_who_has_no_row_yet_waits_for_it_and_is_forgotten_at_its_end(ending, exp
     counting = Counting()
     seq = counting.add("a", **PENALTY).seqs[0]
     with_row = replace(counting.scheduler.plan(), admitted=())
-    without_row = StepPlan.of_rows([], admitted=(seq,))
-    assert list(counting.loader.due(without_row)) == []
+    without_row = plan_of_rows([], admitted=(seq,))
+    assert counting.due(without_row) == []
     if ending == "clear":
         counting.loader.clear()
     elif ending == "abort":
         counting.scheduler.abort("a")
-    assert len(list(counting.loader.due(with_row))) == expected
-    assert list(counting.loader.due(with_row)) == []
+    assert len(counting.due(with_row)) == expected
+    assert counting.due(with_row) == []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.beam_search import BeamSearch
+from jpaged.config import MAX_BANNED_IDS
 from jpaged.errors import RequestError
 from jpaged.gguf_vocab import gguf_vocabulary
 from jpaged.intake import Intake
@@ -20,7 +21,6 @@ def make_intake(**changes) -> Intake:
     options = {
         "vocab_size": VOCAB,
         "max_logprobs": 5,
-        "max_banned_ids": 4,
         "eos_token_ids": (2, 3),
         "tokenizer": None,
         "seed": 0,
@@ -104,10 +104,6 @@ def test_text_is_encoded(tokenizer):
         (SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias holds token id 64"),
         (SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids holds token id 64"),
         (SamplingParams(stop="x"), "stop strings need a tokenizer"),
-        (
-            SamplingParams(min_tokens=1, stop_token_ids=[5, 6, 7]),
-            "min_tokens bans 5 end-of-sequence and stop token ids until then, expected at most 4",
-        ),
         # Two beams, and the model's two end-of-sequence ids: three likeliest tokens for each beam.
         (
             SamplingParams(use_beam_search=True, temperature=0.0, n=2),
@@ -129,10 +125,6 @@ def test_parameters_that_the_engine_cannot_serve_are_refused(params, message):
     [
         (SamplingParams(logprobs=5, prompt_logprobs=5), {}),
         (SamplingParams(logit_bias={63: 1.0}, stop_token_ids=[63]), {}),
-        (SamplingParams(min_tokens=1, stop_token_ids=[5, 6]), {}),
-        (SamplingParams(min_tokens=1, stop_token_ids=[2, 3, 5, 6]), {}),  # two of them are the model's own
-        (SamplingParams(stop_token_ids=[5, 6, 7]), {}),  # nothing is banned without min_tokens
-        (SamplingParams(min_tokens=1, stop_token_ids=[5, 6]), {"eos_token_ids": (2, 3, 900)}),  # 900 cannot come
         (SamplingParams(use_beam_search=True, temperature=0.0, n=2), {"max_logprobs": 6}),
         (SamplingParams(use_beam_search=True, temperature=0.0, n=2, ignore_eos=True), {}),
         (SamplingParams(use_beam_search=True, temperature=0.0, n=2, stop_token_ids=[2]), {"eos_token_ids": (2,)}),
@@ -143,16 +135,20 @@ def test_parameters_at_the_limits_are_taken(params, changes):
 
 
 def test_what_intake_lets_through_the_sampler_can_hold():
-    from jpaged.sampler_state import MAX_BANNED_IDS, entry_for
+    from jpaged.sampler_state import entry_for
 
-    eos = tuple(range(100, 100 + MAX_BANNED_IDS - 64))
-    intake = make_intake(vocab_size=500, max_banned_ids=MAX_BANNED_IDS, eos_token_ids=eos)
+    eos, more = tuple(range(100, 100 + MAX_BANNED_IDS - 64)), (400, 401)
     params = SamplingParams(min_tokens=1, stop_token_ids=list(range(64)))
-    request = intake.request([1], params, None, ())
+    request = make_intake(vocab_size=500, eos_token_ids=eos).request([1], params, None, ())
     assert entry_for(request.params, eos, 500).banned_ids.tolist() == [*range(64), *eos]
-    intake = make_intake(vocab_size=500, max_banned_ids=MAX_BANNED_IDS, eos_token_ids=(*eos, 400))
-    with pytest.raises(RequestError, match=r"bans 81 .* at most 80"):
-        intake.request([1], params, None, ())
+    with pytest.raises(RequestError, match=r"min_tokens bans 82 end-of-sequence and stop token ids .* at most 80"):
+        make_intake(vocab_size=500, eos_token_ids=eos + more).request([1], params, None, ())
+    for taken, ids in (
+        (SamplingParams(stop_token_ids=list(range(64))), eos + more),  # nothing is banned without min_tokens
+        (SamplingParams(min_tokens=1, stop_token_ids=[*range(62), *more]), eos + more),  # two are the model's own
+        (params, (*eos, 900)),  # which cannot come
+    ):
+        assert make_intake(vocab_size=500, eos_token_ids=ids).request([1], taken, None, ()).params is taken
 
 
 def test_request_ids_are_made_up_where_none_lives():

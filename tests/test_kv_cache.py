@@ -10,17 +10,15 @@ from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
 from jpaged.errors import ConfigError
 from jpaged.kv_cache import (
     GIB,
-    allocate_pool,
     choose_decode_steps,
     choose_implementation,
     default_page_size,
     fit_engine,
     free_device_bytes,
-    lent_bytes,
     model_weights,
     plan_pool,
 )
-from jpaged.pallas_kernels import PageSpec
+from jpaged.pallas_kernels import PageSpec, make_pages
 from tests.fakes import tiny_llama, tpu_mesh
 
 
@@ -82,9 +80,8 @@ def test_what_the_steps_of_a_gpu_write_over_is_left_free(model, monkeypatch):
         page_buckets=(2, 4),
         decode_steps=1,
     )
-    kept = lent_bytes(model, config, page_size=8)
     # Logits of 4 rows, hidden states of 4 and 16 tokens, token ids of 4 steps, fields.
-    assert kept == 4 * (4 * 64 + 20 * 32 + 4 * 4 + 17 * 4)
+    kept = 4 * (4 * 64 + 20 * 32 + 4 * 4 + 17 * 4)
 
     def num_pages(platform: str) -> int:
         device = FakeDevice(limit=1 << 30, used=0, platform=platform)
@@ -129,10 +126,10 @@ def test_what_cannot_fit_is_refused_with_the_sum(model):
 
 
 def test_the_pool_is_zeroed_and_as_planned(model):
-    pool = plan(model, num_pages=11)
-    pages = allocate_pool(model, pool, dtype="float32", implementation="xla")
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == pool.pool_bytes
-    assert not any(leaf.any() for leaf in jax.tree.leaves(pages))
+    fit = fit_engine(model, EngineConfig(cache=CacheConfig(page_size=8, num_pages=11, dtype="int8")))
+    leaves = jax.tree.leaves([make_pages(spec) for spec in fit.page_specs])
+    assert sum(leaf.nbytes for leaf in leaves) == fit.pool_plan.pool_bytes
+    assert not any(leaf.any() for leaf in leaves)
 
 
 class FakeModel:

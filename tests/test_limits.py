@@ -116,7 +116,7 @@ def test_pinned_pages_are_for_those_who_share_them():
         PromptTooLongError, match=r"at most 15: .* page pool of 16 tokens \(4 pages; 6 more are pinned\)"
     ):
         limits.require_fits(other)
-    memory.unpin("prefix")
+    memory.pins.unpin("prefix")
     limits.require_fits(other)
 
 

@@ -204,7 +204,7 @@ class MemoryMachine(RuleBasedStateMachine):
         begun = {group.request.request_id for group in self.live if group.seqs[0].num_computed_tokens}
         waiting = {group.request.request_id for group in self.live} - begun
         self.pinned = [name for name in self.pinned if name in waiting]
-        assert self.allocator.num_cached == self.memory.num_pinned_pages == 0
+        assert self.allocator.num_cached == self.memory.pins.num_pages == 0
 
     @precondition(lambda self: len(self.live) > 6)
     @rule()
@@ -339,7 +339,7 @@ class MemoryMachine(RuleBasedStateMachine):
         scheduler.check_invariants()
         assert allocator.num_free + allocator.num_cached + allocator.num_used + 1 == allocator.num_pages
         held = {page for group in self.live for seq in group.seqs for page in seq.pages if page}
-        assert 0 <= allocator.num_used - len(held) <= memory.num_pinned_pages
+        assert 0 <= allocator.num_used - len(held) <= memory.pins.num_pages
         assert set(scheduler.running) | set(scheduler.waiting) == set(self.live)
         assert scheduler.has_work == bool(self.live)
         in_flight = self.driver.pending()

@@ -22,7 +22,8 @@ class PageAllocatorMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(2, 9), page_size=st.integers(1, 5))
     def make(self, num_pages: int, page_size: int) -> None:
         self.evicted: list[int] = []
-        self.allocator = PageAllocator(num_pages, page_size, on_evict=self.evicted.append)
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.allocator.on_evict = self.evicted.append
         self.holders: list[list[int]] = []
         self.free_list = list(range(num_pages - 1, 0, -1))
         self.cached: list[int] = []
@@ -198,7 +199,8 @@ def test_a_shared_page_counts_once_and_is_freed_by_its_last_holder():
 
 def test_free_pages_go_first_then_the_longest_cached_and_leaves_before_roots():
     evicted: list[int] = []
-    allocator = PageAllocator(7, 16, on_evict=evicted.append)
+    allocator = PageAllocator(7, 16)
+    allocator.on_evict = evicted.append
     old, new = allocator.allocate(2), allocator.allocate(3)  # page 6 is free
     for page in (*old, *new):
         allocator.retain(page)

@@ -28,17 +28,17 @@ def test_pins_hold_pages_and_lower_the_capacity():
     pages = list(seq.pages)
     end(memory, seq)
     memory.check_invariants([])
-    assert (memory.capacity, memory.num_pinned_pages, memory.allocator.num_used) == (7, 2, 2)
+    assert (memory.capacity, memory.pins.num_pages, memory.allocator.num_used) == (7, 2, 2)
     others = memory.allocator.allocate(7)
     hit = found(memory, range(7))
     assert (hit.pages, hit.partial_page) == (pages[:1], pages[1])  # all that was pinned is found, the tail too
     memory.allocator.free(others)
     pin(memory, range(4), "q")
-    assert memory.num_pinned_pages == 2  # its page is pinned already
-    assert memory.unpin("p")
-    assert memory.num_pinned_pages == 1
-    assert not memory.unpin("p")
-    assert memory.unpin("q")
+    assert memory.pins.num_pages == 2  # its page is pinned already
+    assert memory.pins.unpin("p")
+    assert memory.pins.num_pages == 1
+    assert not memory.pins.unpin("p")
+    assert memory.pins.unpin("q")
     assert memory.capacity == 9
 
 
@@ -58,16 +58,16 @@ def test_a_request_that_shares_pinned_pages_may_have_them_beside_the_capacity():
 def test_a_promise_ends_when_it_is_taken_back_or_cannot_be_kept():
     memory = make(num_pages=10)
     memory.promise_pin("p", 6)
-    assert memory.unpin("p")
+    assert memory.pins.unpin("p")
     memory.promise_pin("p", 6)
-    memory.drop_promise("p")
+    memory.pins.drop_promise("p")
     seq = run(memory, range(6))
     memory.pin("p", seq)
-    assert memory.num_pinned_pages == 0
+    assert memory.pins.num_pages == 0
     memory.promise_pin("p", 6)
     memory.weights_changed([seq])
     memory.pin("p", seq)
-    assert (memory.num_pinned_pages, memory.capacity) == (0, 9)
+    assert (memory.pins.num_pages, memory.capacity) == (0, 9)
 
 
 def test_weights_change():
@@ -78,7 +78,7 @@ def test_weights_change():
     memory.swap_out([swapped])
     memory.take_transfers()
     memory.weights_changed([running, swapped])
-    assert (memory.weight_version, memory.prefix_cache.num_entries, memory.num_pinned_pages) == (1, 0, 0)
+    assert (memory.weight_version, memory.prefix_cache.num_entries, memory.pins.num_pages) == (1, 0, 0)
     assert (memory.allocator.num_cached, memory.allocator.num_used) == (0, 3)
     memory.swap_in([swapped])
     memory.take_transfers()

@@ -1,8 +1,11 @@
 """Programs on disk: as good as those that were compiled, or not there."""
 
+import functools
 import itertools
 import logging
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,6 +158,83 @@ def test_writers_at_once_leave_whole_files_alone(tmp_path, program):
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(use, range(12)))
     assert len(files(tmp_path)) == 2
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from jpaged import program_store
+data = Path(sys.argv[1]).read_bytes()
+program_store._pack = lambda executable: data
+rooms = zip(sys.argv[2:], (9 * len(data), 1))
+stores = [program_store.ProgramStore(Path(folder), "key", None, max_bytes=size) for folder, size in rooms]
+print("ready", flush=True)
+while True:
+    for store in stores:
+        for name in ("forward", "another"):
+            store.save(name, None)
+"""
+
+
+def test_a_process_reads_what_another_writes_or_deletes_at_that_moment(tmp_path, program, caplog):
+    store, narrow = make_store(tmp_path), make_store(tmp_path / "narrow", max_bytes=1)  # where each deletes the others
+    store.save("forward", program)
+    (path,) = files(tmp_path)
+    data = tmp_path / "data"
+    data.write_bytes(path.read_bytes())
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", WRITER, *map(str, (data, path.parent, tmp_path / "narrow" / "programs"))]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
+    try:
+        assert writer.stdout.read(5) == b"ready"
+        for index in range(20):
+            store.save("forward", program)
+            narrow.save(("forward", "another")[index % 2], program)
+            assert store.load("forward") is not None
+            narrow.load("forward")
+    finally:
+        writer.kill()  # in the middle of a file, maybe
+        writer.communicate()
+    assert not caplog.records  # nothing is damaged, nothing refused
+    assert len([one for one in files(tmp_path) if one.suffix == ".partial"]) <= 1
+    again = make_store(tmp_path).load("forward")
+    assert again is not None
+    assert float(again(pages(), jnp.float32(2))["sum"]) == 7
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
+def test_files_have_the_modes_that_the_user_wants(tmp_path, program, umask, modes):
+    before = os.umask(umask)
+    try:
+        make_store(tmp_path).save("forward", program)
+    finally:
+        os.umask(before)
+    (path,) = files(tmp_path)
+    assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == modes
+
+
+@pytest.mark.parametrize("name", ["pathlib.Path.write_bytes", "os.replace", "pathlib.Path.iterdir"])
+def test_what_may_not_be_written_is_not_there_and_leaves_nothing_behind(tmp_path, program, monkeypatch, caplog, name):
+    def refuse(*args):
+        raise PermissionError("not yours")
+
+    store = make_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, refuse)
+        store.save("forward", program)
+    assert [record.getMessage() for record in caplog.records] == ["compiled programs are not kept: not yours"]
+    assert files(tmp_path) == []
+    store.save("forward", program)
+    assert store.load("forward") is not None
+
+
+def test_there_is_no_store_where_sources_cannot_be_looked_at(tmp_path, monkeypatch, caplog):
+    read = program_key._read_sources()
+    monkeypatch.setattr(program_key, "_read_sources", functools.partial(read._replace, paths=(tmp_path / "gone.py",)))
+    with caplog.at_level(logging.INFO):
+        assert open_store(tmp_path, ("xla", 1), jnp.zeros(1).sharding) is None
+    assert "their code is not known" in caplog.text
+    assert "gone.py" in caplog.text
 
 
 def test_there_is_no_store_for_code_that_nobody_has_seen(tmp_path, monkeypatch, caplog):

@@ -225,6 +225,11 @@ class TestIndependenceOfTheBatch:
         order = np.random.default_rng(11).permutation(S)[: S // 2]
         np.testing.assert_array_equal(sample_rows(logits[order], [rows[i] for i in order], state), together[order])
 
+    def test_however_jax_is_told_to_make_noise(self, mixed):
+        rows, state, logits, together = mixed
+        with jax.threefry_partitionable(False):
+            np.testing.assert_array_equal(sample_rows(logits, rows, state), together)
+
     def test_a_neighbour_with_nan(self, mixed):
         rows, state, logits, together = mixed
         broken = logits.copy()

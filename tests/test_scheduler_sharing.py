@@ -200,7 +200,7 @@ def test_pinned_pages_stay_until_they_are_unpinned():
     driver = Driver(make_scheduler(num_pages=9))
     run_all(driver, pin("p", PREFIX[:6]))
     memory = driver.memory
-    assert (memory.num_pinned_pages, memory.allocator.num_used, memory.capacity) == (2, 2, 6)
+    assert (memory.pins.num_pages, memory.allocator.num_used, memory.capacity) == (2, 2, 6)
     for i in range(3):  # go through all the other pages
         run_all(driver, make_group(f"r{i}", [i] * 20, max_tokens=4))
     group = make_group("b", [*PREFIX[:6], 9, 9], max_tokens=1)
@@ -208,7 +208,7 @@ def test_pinned_pages_stay_until_they_are_unpinned():
     assert cached(group) == 6
     assert driver.scheduler.unpin("p")
     assert not driver.scheduler.unpin("p")
-    assert (memory.num_pinned_pages, memory.allocator.num_used, memory.capacity) == (0, 0, 8)
+    assert (memory.pins.num_pages, memory.allocator.num_used, memory.capacity) == (0, 0, 8)
     run_all(driver, make_group("big", [8] * 31, max_tokens=1), make_group("c", [*PREFIX[:6], 9, 9], max_tokens=1))
 
 
@@ -218,7 +218,7 @@ def test_what_others_computed_is_pinned_and_not_a_copy_of_it(depth):
     first = make_group("a", PREFIX[:12], max_tokens=1)
     driver.add(first, pin("p", PREFIX[:12]))
     driver.drain(depth)
-    assert driver.memory.num_pinned_pages == 3
+    assert driver.memory.pins.num_pages == 3
     for i in range(4):
         run_all(driver, make_group(f"r{i}", [i] * 28, max_tokens=4))
     group = make_group("b", PREFIX[:14], max_tokens=1)
@@ -250,7 +250,7 @@ def test_a_pin_that_was_aborted_or_taken_back_holds_nothing(when):
             driver.dispatch()
         assert getattr(driver.scheduler, end)("p")
         driver.drain()
-        assert (driver.memory.num_pinned_pages, driver.memory.capacity) == (0, 16)
+        assert (driver.memory.pins.num_pages, driver.memory.capacity) == (0, 16)
         assert not driver.scheduler.unpin("p")
 
 
@@ -266,7 +266,7 @@ def test_nothing_of_other_weights_is_found():
     driver.change_weights()
     for _ in range(4):  # so that it fills a page of old and new ones
         driver.step()
-    assert (driver.memory.num_pinned_pages, driver.memory.allocator.num_cached) == (0, 0)
+    assert (driver.memory.pins.num_pages, driver.memory.allocator.num_cached) == (0, 0)
     group = make_group("c", PREFIX[:18], max_tokens=3)
     run_all(driver, group, version=1)  # also beside `running`, and after its end
     assert cached(group) == 0
@@ -303,7 +303,7 @@ def test_an_abort_frees_everything_at_once_in_every_state(options, host_pages, n
         assert (seq.is_finished, seq.pages, seq.host_pages, seq.state_index, seq.num_pending) == (True, [], [], None, 0)
         assert not alive or seq.finish_reason == "abort"
     driver.scheduler.check_invariants()
-    pinned = driver.memory.num_pinned_pages
+    pinned = driver.memory.pins.num_pages
     assert pinned == (0 if alive or not group.request.pin else 3)
     assert driver.memory.allocator.num_used == len(first.seqs[0].pages) + pinned
     driver.drain()

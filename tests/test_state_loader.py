@@ -3,23 +3,21 @@
 import jax
 import numpy as np
 
-from jpaged.entry_loader import EntryLoader
 from jpaged.sampler_state import make_sampler_state
 from jpaged.state_loader import StateLoader
-from jpaged.step_plan import StepPlan
 from jpaged.structured import StructuredOutput
 from jpaged.token_mask import unpack_mask
 from tests.constraints_driver import END, SIZE, Run, byte
+from tests.plans import plan_of_rows
 
 
-def made(run: Run) -> tuple[StateLoader, EntryLoader]:
-    entries = EntryLoader([END], SIZE)
-    return StateLoader(entries, run.constraints), entries
+def made(run: Run) -> StateLoader:
+    return StateLoader([END], SIZE, run.constraints)
 
 
 def test_loads_what_a_plan_needs():
     run = Run()
-    loader, _ = made(run)
+    loader = made(run)
     form = run.add("form", structured=StructuredOutput(choice=["ab"]))
     listed = run.add("listed", allowed_token_ids=[7, 9])
     free = run.add("free")
@@ -34,13 +32,13 @@ def test_loads_what_a_plan_needs():
 
 def test_nothing_is_due_for_most_plans():
     run = Run()
-    loader, _ = made(run)
+    loader = made(run)
     run.add("free")
     assert loader.due(run.scheduler.plan()) is None
 
 
 def test_warming_up_empties_entry_0_only_where_it_is_nobodys():
-    loader, _ = made(Run())
+    loader = made(Run())
     state = make_sampler_state(4, SIZE)
     state = jax.tree.map(lambda leaf: leaf if leaf.ndim > 1 else leaf + 5, state)
     state = loader.warm_up(state, idle=False, masks=True)
@@ -50,11 +48,11 @@ def test_warming_up_empties_entry_0_only_where_it_is_nobodys():
 
 def test_clear_forgets_who_had_no_row_yet():
     run = Run()
-    loader, entries = made(run)
+    loader = made(run)
     run.add("a", structured=StructuredOutput(choice=["ab"]), min_tokens=1)
     run.settle()
     run.scheduler.plan()
     loader.clear()
     assert not run.constraints._states
-    assert not entries._awaiting
-    assert loader.due(StepPlan.of_rows([])) is None
+    assert not loader._awaiting
+    assert loader.due(plan_of_rows([])) is None

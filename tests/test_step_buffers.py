@@ -5,7 +5,7 @@ import numpy as np
 
 from jpaged.batch import MAX_IN_FLIGHT
 from jpaged.config import StepShape
-from jpaged.step_buffers import StepBuffers, forward_buffers, step_buffers, token_buffer
+from jpaged.step_buffers import StepBuffers, forward_buffers, token_buffer
 
 PLACE = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
 TOKENS = token_buffer(2)
@@ -34,13 +34,3 @@ def test_what_a_failed_step_lost_is_made_anew():
     (other,) = buffers.take([LOGITS], PLACE)
     assert other is not lost
     assert (other.shape, other.dtype) == (LOGITS.shape, LOGITS.dtype)
-
-
-def test_several_steps_have_no_logits_of_their_own():
-    one, several = StepShape(2, 2, 1), StepShape(2, 2, 1, num_steps=4)
-    sizes = {"vocab_size": 8, "hidden_size": 3, "hidden_dtype": np.float32}
-    both = step_buffers([one, several], **sizes)
-    assert [(buffer.role, buffer.shape) for buffer in both if buffer not in step_buffers([one], **sizes)] == [
-        ("token ids", (4, 2))
-    ]
-    assert both[-1].nbytes == MAX_IN_FLIGHT * 4 * 2 * 4

@@ -1,6 +1,7 @@
 """Bytes of a device against the arrays that a server makes, and against what libtpu's compiler reported."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jpaged.model_shapes import model_shape
 from jpaged.models.weights import abstract_llama
 from jpaged.pallas_kernels import PageSpec
 from jpaged.sampler_state import make_sampler_state
-from jpaged.step_buffers import step_buffers
+from jpaged.step_buffers import forward_buffers, token_buffer
 from jpaged.step_bytes import (
     can_divide,
     divided,
@@ -149,15 +150,22 @@ def test_longer_steps_and_more_rows_take_more():
     assert temporaries(2048, 32) < temporaries(8192, 32)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("rows", [1, 32, 300])
-def test_what_is_lent_is_what_the_runner_lends(rows):
+def test_what_is_lent_is_what_the_runner_lends(rows, steps):
     config = tiny_config()
     shapes = EngineConfig(
-        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=512), page_buckets=(1, 8)
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=512),
+        page_buckets=(1, 8),
+        decode_steps=steps,
     ).step_shapes(64, 16, "gpu")
-    options = {"hidden_size": config.hidden_size, "hidden_dtype": "bfloat16"}
-    lent = step_buffers(shapes, vocab_size=config.vocab_size, **options)
-    assert lent_bytes(config, shapes, itemsize=2) == sum(one.nbytes for one in lent)
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+    lent = {token_buffer(shape.num_rows, shape.num_steps) for shape in shapes}
+    for shape in shapes:
+        lent.update(forward_buffers(shape, *sizes.values(), "bfloat16") if shape.num_steps == 1 else ())
+    num_bytes = sum(one.depth * math.prod(one.shape) * one.dtype.itemsize for one in lent)
+    assert lent_bytes(shapes, itemsize=2, **sizes) == num_bytes
+    assert {shape.num_steps for shape in shapes} == {1, steps}
 
 
 def test_other_dtypes_are_refused():

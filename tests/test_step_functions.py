@@ -12,8 +12,9 @@ from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import make_sampler_state
 from jpaged.sequence import SequenceGroup
 from jpaged.step import StepRunner
-from jpaged.step_plan import PlannedRow, StepPlan
+from jpaged.step_plan import PlannedRow
 from tests.fakes import dense_logits, tiny_llama
+from tests.plans import plan_of_rows
 
 SHAPE = StepShape(4, 4, 1, num_steps=4)
 PROMPTS = ([3], [7], [9])
@@ -38,13 +39,15 @@ def test_rows_end_where_they_stop_or_may_go_no_further():
         seq.pages, seq.state_index, seq.run = [entry + 1], entry, entry + 1
         seq.stop_ids = frozenset([answers[2][stop]] if entry == 2 else [])
         rows.append(PlannedRow(seq, 0, 1, samples=True, source=entry))
-    plan = dataclasses.replace(StepPlan.of_rows(rows), num_steps=4, num_more=num_more)
+    plan = dataclasses.replace(plan_of_rows(rows), num_steps=4, num_more=num_more)
     packed, shape = BatchPacker((StepShape(4, 4, 1), SHAPE), page_size=8, max_num_seqs=4).pack(plan)
     assert shape == SHAPE
     specs = model.page_specs(num_pages=5, page_size=8, dtype=jnp.dtype(jnp.float32), implementation="xla")
     runner = StepRunner(model, max_logprobs=2, implementation="xla")
     pages = [make_pages(spec) for spec in specs]
-    outputs, pages, state = runner.run(pages, make_sampler_state(4, 64), packed, runner.needs(packed, shape))
+    pool, needs = (pages, make_sampler_state(4, 64)), runner.needs(packed, shape)
+    runner.prepare(*pool, needs)
+    outputs, pages, state = runner.run(*pool, packed, needs)
     sampled = np.asarray(outputs.token_ids)
     assert sampled.shape == (4, 4)
     assert sampled[:, 0].tolist() == answers[0]

@@ -11,6 +11,7 @@ from jpaged.sampling_rows import SAMPLING_KINDS
 from jpaged.sequence import SequenceGroup
 from jpaged.step_plan import PlannedRow, StepPlan
 from jpaged.step_programs import Program, StepNeeds, all_programs
+from tests.plans import plan_of_rows
 
 SHAPES = (StepShape(2, 2, 2), StepShape(8, 4, 2), StepShape(16, 4, 2))
 
@@ -23,7 +24,7 @@ def plan_of(*requests: dict, num_tokens: int = 3, samples: bool = True) -> StepP
         (seq,) = SequenceGroup(Request(request_id="r", prompt_token_ids=(1, 2, 3), params=params)).seqs
         seq.pages, seq.state_index = [1 + index], index
         rows.append(PlannedRow(seq, 0, num_tokens, samples, index))
-    return StepPlan.of_rows(rows)
+    return plan_of_rows(rows)
 
 
 def needs_of(plan: StepPlan, kinds=SAMPLING_KINDS) -> StepNeeds:

@@ -58,18 +58,17 @@ class Server:
         keys = KeyRing(config.api_keys, config.admin_keys)
         live, self._metrics = LiveRequests(), ServerMetrics()
         self.admission = Admission(max_requests=config.max_requests, max_requests_per_key=config.max_requests_per_key)
-        self._bodies = BodyReader(
+        bodies = BodyReader(
             max_bytes=config.max_body_bytes,
             max_total_bytes=config.max_total_body_bytes,
             timeout_s=config.body_timeout_s,
         )
         self._keys = keys
-        self._reception = _reception(config, client, tokenizer)
+        self._reception = _reception(config, client, bodies, tokenizer)
         generation = Generation(
             client=client,
             keys=keys,
             admission=self.admission,
-            bodies=self._bodies,
             reception=self._reception,
             live=live,
             texts=TokenTexts(tokenizer),
@@ -90,7 +89,7 @@ class Server:
                 live=live,
                 metrics=self._metrics,
             ),
-            *admin_routes(client, keys=keys, bodies=self._bodies, live=live),
+            *admin_routes(client, keys=keys, bodies=bodies, live=live),
             *(page_routes() if config.page else ()),
         ]
         middleware = []
@@ -132,16 +131,15 @@ class Server:
         async def handle(request: Request) -> Response:
             headers = request.scope["headers"]
             with self.admission.place(self._keys.tenant(headers)):
-                body = await self._bodies.read(headers, request.receive)
-                try:
-                    return Response(await self._reception.read(endpoint, body), media_type="application/json")
-                finally:
-                    self._bodies.release(len(body))
+                answer = await self._reception.read(endpoint, headers, request.receive)
+                return Response(answer, media_type="application/json")
 
         return handle
 
 
-def _reception(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None) -> Reception:
+def _reception(
+    config: ServerConfig, client: EngineClient, bodies: BodyReader, tokenizer: Tokenizer | None
+) -> Reception:
     info = client.info
     limits = Limits(
         models=tuple(config.models),
@@ -154,7 +152,7 @@ def _reception(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer 
         trusts_templates=config.trust_request_chat_template,
     )
     worker = DoorWorker(tokenizer, limits, timeout_s=config.reading_timeout_s)
-    return Reception(Door(tokenizer, limits), worker, foreign_templates=config.trust_request_chat_template)
+    return Reception(bodies, Door(tokenizer, limits), worker, foreign_templates=config.trust_request_chat_template)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

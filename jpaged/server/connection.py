@@ -47,7 +47,8 @@ class Connection(asyncio.Protocol):
         self._inner: Any = None  # until the connection is let in
         self._turnstile = turnstile
         self._in_line = False
-        self._held = b""  # came while in line
+        self._held = b""  # came before its turn
+        self._is_paused = False  # reading, by this class: uvicorn's protocol pauses it too
         self._request_timeout_s = request_timeout_s
         self._send_timeout_s = send_timeout_s
         self._transport: asyncio.Transport | None = None
@@ -79,31 +80,35 @@ class Connection(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        has_begun = self._num_served > 0 or self._head_bytes > 0
+        if not self._in_line and (self._num_served or self._head_bytes):  # more of what has begun
+            self._feed(data)
+            return
         self._held += data
-        if not self._held.startswith(b"GET ") and not (has_begun and not self._in_line):
-            self._wait_in_line()
-        else:
+        if self._held.startswith(b"GET "):
             self._let_in()
+        else:
+            self._wait_in_line()
 
     def _wait_in_line(self) -> None:
         if not self._in_line:
             self._in_line = True
             self._turnstile.enter(self._let_in)
         if self._in_line and self._held and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()  # what comes meanwhile stays with the client
+            self._is_paused = True
+            self._transport.pause_reading()  # what else it sends stays with the client
 
     def _let_in(self) -> None:
-        self._in_line = False
-        transport, held, self._held = self._transport, self._held, b""
-        if transport is None:  # it left
+        """Its turn has come, or comes before the others'; then there is nothing to do when it comes again."""
+        transport, held, is_paused = self._transport, self._held, self._is_paused
+        self._in_line, self._held, self._is_paused = False, b"", False
+        if transport is None or transport.is_closing():
             return
         if self._inner is None:
             self._inner = self._make_inner()
             self._inner.connection_made(transport)
+        if is_paused:
+            transport.resume_reading()
         if held:
-            if not transport.is_closing():
-                transport.resume_reading()
             self._feed(held)
 
     def _feed(self, data: bytes) -> None:
@@ -116,7 +121,7 @@ class Connection(asyncio.Protocol):
             self._drop("sends a head without an end")
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
+        return None if self._inner is None else self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()

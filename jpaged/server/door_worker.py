@@ -8,6 +8,7 @@ limits on both.
 import multiprocessing
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -38,6 +39,8 @@ class DoorWorker:
         self._timeout_s = timeout_s
         self._process: BaseProcess | None = None
         self._link: Connection | None = None
+        self._lock = threading.Lock()  # of the process, and of whose body it reads
+        self._body: bytes | None = None
 
     def read(self, endpoint: Endpoint, body: bytes) -> Any:
         """As `Door.read`. Blocks; called by one thread at a time.
@@ -45,6 +48,8 @@ class DoorWorker:
         Raises:
           ApiError: 400: it is refused, or takes too long or too much memory; 503: the process ended.
         """
+        with self._lock:
+            self._body = body
         try:
             link = self._started()
             link.send(endpoint)
@@ -55,9 +60,18 @@ class DoorWorker:
             answer = link.recv()
         except (EOFError, OSError):
             raise self._ended() from None
+        finally:
+            with self._lock:
+                self._body = None
         if isinstance(answer, ApiError):
             raise answer
         return answer
+
+    def give_up(self, body: bytes) -> None:
+        """Nobody waits for this very body any more: if it is being read, in another thread, `read` ends at once."""
+        with self._lock:
+            if self._body is body and self._process is not None:
+                self._process.kill()
 
     def _started(self) -> Connection:
         if self._process is not None and self._process.is_alive() and self._link is not None:
@@ -65,12 +79,11 @@ class DoorWorker:
         self.close()
         context = multiprocessing.get_context("spawn")  # a fork would copy the locks of the server's threads
         ours, theirs = context.Pipe()
-        process = self._process = context.Process(
-            target=_serve, args=(theirs, *self._arguments), daemon=True, name="door"
-        )
+        process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True, name="door")
         process.start()
         theirs.close()
-        self._link = ours
+        with self._lock:
+            self._process, self._link = process, ours
         if not ours.poll(_START_S):
             self.close()
             raise ApiError(503, "the process that reads large requests does not start", retry_after_s=5)
@@ -90,7 +103,8 @@ class DoorWorker:
 
     def close(self) -> None:
         """Ends the process."""
-        process, link, self._process, self._link = self._process, self._link, None, None
+        with self._lock:
+            process, link, self._process, self._link = self._process, self._link, None, None
         if link is not None:
             link.close()
         if process is not None:

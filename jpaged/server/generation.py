@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged.engine_client import EngineClient, RequestStream
 from jpaged.errors import EngineFailedError, RequestError
@@ -16,10 +16,10 @@ from jpaged.request import Output
 from jpaged.server.admission import Admission, Place
 from jpaged.server.answer import whole_answer
 from jpaged.server.api_error import ApiError, compact_json
-from jpaged.server.body import BodyReader, ClientLeftError
+from jpaged.server.body import ClientLeftError
 from jpaged.server.disconnect import while_connected
 from jpaged.server.events import EventWriter, error_events
-from jpaged.server.generation_request import GenerationRequest
+from jpaged.server.generation_request import GenerationEndpoint, GenerationRequest
 from jpaged.server.keys import KeyRing, Tenant
 from jpaged.server.live_requests import LiveRequests
 from jpaged.server.log import log_access
@@ -37,7 +37,7 @@ class Generation:
 
     Attributes:
       client: the engine.
-      keys, admission, bodies, reception: the way in, in this order.
+      keys, admission, reception: the way in, in this order.
       live: what is being served.
       texts: of tokens.
       model: the name in the answers.
@@ -47,32 +47,27 @@ class Generation:
     client: EngineClient
     keys: KeyRing
     admission: Admission
-    bodies: BodyReader
     reception: Reception
     live: LiveRequests
     texts: TokenTexts
     model: str
     log_prompts: bool = False
 
-    def endpoint(self, name: Literal["completions", "chat"]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    def endpoint(self, name: GenerationEndpoint) -> ASGIApp:
         """The ASGI application of one endpoint."""
+        return _Endpoint(self, name)
 
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(name, scope, receive, send)
+    async def serve(self, name: GenerationEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request to an endpoint.
 
-        return _Endpoint(serve)
-
-    async def _serve(self, name: Literal["completions", "chat"], scope: Scope, receive: Receive, send: Send) -> None:
+        Raises:
+          ApiError: it is refused, or failed before its answer began.
+        """
         arrival_s = time.monotonic()
         tenant = self.keys.tenant(scope["headers"])
         with self.admission.place(tenant) as place, contextlib.suppress(ClientLeftError):
             self._require_engine()
-            body = await self.bodies.read(scope["headers"], receive)
-            try:
-                request: GenerationRequest = await self.reception.read(name, body)
-            finally:
-                self.bodies.release(len(body))
-                del body
+            request: GenerationRequest = await self.reception.read(name, scope["headers"], receive)
             place.widen(request.num_sequences)
             prefix = "cmpl-" if name == "completions" else "chatcmpl-"
             answer_id = prefix + (request.name or _header_name(scope) or uuid.uuid4().hex)
@@ -97,11 +92,12 @@ class Generation:
 class _Endpoint:
     """Starlette takes functions for handlers of its own kind, and objects for ASGI applications."""
 
-    def __init__(self, serve: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> None:
-        self._serve = serve
+    def __init__(self, generation: Generation, name: GenerationEndpoint) -> None:
+        self._generation = generation
+        self._name: GenerationEndpoint = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._serve(scope, receive, send)
+        await self._generation.serve(self._name, scope, receive, send)
 
 
 class _Run:

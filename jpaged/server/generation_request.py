@@ -5,6 +5,8 @@ from typing import Literal
 
 from jpaged.request import SamplingParams
 
+GenerationEndpoint = Literal["completions", "chat"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
@@ -40,7 +42,7 @@ class GenerationRequest:
       priority, cache_salt: see `Request`.
     """
 
-    endpoint: Literal["completions", "chat"]
+    endpoint: GenerationEndpoint
     prompts: tuple[PromptTokens, ...]
     params: SamplingParams = field(repr=False)
     stream: bool = False

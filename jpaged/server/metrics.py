@@ -121,9 +121,7 @@ def _server_families(
     yield GaugeMetricFamily(
         "server_load", "Requests between their headers and the end of the answer.", server.num_active
     )
-    waiting = GaugeMetricFamily("num_requests_at_door", "Requests that are being read, checked and tokenized.")
-    waiting.add_metric((), num_at_door)
-    yield waiting
+    yield GaugeMetricFamily("num_requests_at_door", "Requests that are being read, checked and tokenized.", num_at_door)
     rejected = CounterMetricFamily("admission_rejections", "Requests that were told to come again.", labels=["reason"])
     for reason in ("draining", "key_limit", "queue_full", "engine_not_ready"):
         rejected.add_metric((reason,), rejections[reason])

@@ -19,12 +19,14 @@ from jpaged.errors import ConfigError
 from jpaged.server.app import Server
 from jpaged.server.config import ServerConfig
 from jpaged.server.connection import Connection
+from jpaged.server.turnstile import Turnstile
 from jpaged.tokenizer import Tokenizer
 
 _LOGGER: Final = logging.getLogger("jpaged.server")
 _LAST_WORDS_S: Final = 5.0  # for answers to be written once their requests were ended
 _BACKLOG: Final = 2048
 _LEAST_REQUEST_S: Final = 1.0
+_BEGUN_IN_A_TURN: Final = 16  # a turn of the event loop is then a few milliseconds long
 
 
 async def serve(
@@ -181,6 +183,7 @@ def _uvicorn_config(config: ServerConfig, app: Any) -> uvicorn.Config:
     made.http_protocol_class = functools.partial(  # type: ignore[assignment]  # all that is done with it is to call it
         Connection,
         made.http_protocol_class,
+        turnstile=Turnstile(_BEGUN_IN_A_TURN),
         request_timeout_s=max(config.keep_alive_s, _LEAST_REQUEST_S),
         send_timeout_s=config.send_timeout_s,
     )

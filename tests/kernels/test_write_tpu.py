@@ -42,7 +42,7 @@ def write(inputs: Inputs, meta: PagedMetadata | None = None) -> KVPages:
 
 def assert_equal_bits(got: KVPages, expected: KVPages, pages: slice = slice(1, None)) -> None:
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(x[pages]).view(np.uint8), np.asarray(y[pages]).view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(x)[pages].view(np.uint8), np.asarray(y)[pages].view(np.uint8))
 
 
 def check(spec: ArgSpec) -> Inputs:

@@ -6,7 +6,8 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models import Llama, LlamaConfig
-from jpaged.models.weights import abstract_llama, llama_from_arrays
+from jpaged.models.quantised import QuantisedLinear
+from jpaged.models.weights import abstract_llama, with_arrays
 from jpaged.pallas_kernels import PagedMetadata, make_pages
 
 
@@ -30,11 +31,16 @@ def random_llama(seed: int = 0, dtype=np.float32, **changes) -> Llama:
     """A Llama with weights, norms and biases included, that are large enough for every part to matter."""
     config = tiny_config(**changes)
     rng = np.random.default_rng(seed)
-    arrays = {}
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_llama(config, dtype))):
+    abstract, arrays = abstract_llama(config, dtype), {}
+    for path, variable in nnx.to_flat_state(nnx.state(abstract)):
         values = 0.2 * rng.standard_normal(variable.shape) + (path[-1] == "scale")
         arrays[path] = jnp.asarray(values.astype(dtype))
-    return llama_from_arrays(config, dtype, arrays)
+    return with_arrays(abstract, arrays)
+
+
+def dequantise(linear: QuantisedLinear) -> np.ndarray:
+    """The kernel f32[in, out] that its codes stand for."""
+    return np.asarray(linear.kernel[...].T.astype(jnp.float32) * linear.scale[...])
 
 
 class PagedRunner:

@@ -15,7 +15,6 @@ from jpaged.models.quantised import (
     FEW_TOKENS_WIDENED,
     Frozen,
     QuantisedLinear,
-    dequantise,
     form_of,
     in_pieces,
     quantise_kernel,
@@ -24,7 +23,7 @@ from jpaged.models.quantised import (
 from jpaged.models.weights import num_bytes
 
 from .checkpoints import tensors_of, write
-from .paged import DenseRunner, PagedRunner, random_llama, tiny_config
+from .paged import DenseRunner, PagedRunner, dequantise, random_llama, tiny_config
 from .test_gguf import write_gguf
 
 FORMS = ("int8", "fp8")
@@ -71,7 +70,7 @@ def test_a_product_is_that_with_the_kernel_that_the_codes_stand_for(weights, dty
     linear.bias[...] = jnp.arange(40, dtype=dtype)
     small = QuantisedLinear(linear, weights)
     x = jax.random.normal(jax.random.key(1), (5, 48), dtype)
-    expected = np.asarray(x, np.float32) @ np.asarray(dequantise(small)) + np.arange(40)
+    expected = np.asarray(x, np.float32) @ dequantise(small) + np.arange(40)
     got = small(x)
     assert got.dtype == x.dtype
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=1e-5 if dtype == "float32" else 1e-2)

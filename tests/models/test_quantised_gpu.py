@@ -8,9 +8,10 @@ from flax import nnx
 
 from jpaged.models import Llama, quantise
 from jpaged.models.linear import Linear
-from jpaged.models.quantised import QuantisedLinear, dequantise
+from jpaged.models.quantised import QuantisedLinear
 from tests.engine_driver import GREEDY, PROMPTS, make_engine, serve, tokens_of
 from tests.fakes import tiny_config
+from tests.models.paged import dequantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +26,7 @@ def test_products_are_those_of_the_kernel_that_the_codes_stand_for(weights, toke
     x = jax.random.normal(jax.random.key(1), (tokens, 1024), jnp.bfloat16)
     graph, state = nnx.split(small)
     got = np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x), np.float32)
-    expected = np.asarray(x, np.float32) @ np.asarray(dequantise(small))
+    expected = np.asarray(x, np.float32) @ dequantise(small)
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2 * np.abs(expected).max())
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from jpaged.server.connection import Connection
+from jpaged.server.turnstile import Turnstile
 
 
 class Transport:
@@ -39,7 +40,7 @@ class Inner(asyncio.Protocol):
 
 
 def connection(transport: Transport) -> Connection:
-    made = Connection(Inner, request_timeout_s=0.01, send_timeout_s=0.01, app_state={})
+    made = Connection(Inner, turnstile=Turnstile(1), request_timeout_s=0.01, send_timeout_s=0.01, app_state={})
     made.connection_made(cast(asyncio.Transport, transport))
     return made
 

@@ -1,6 +1,22 @@
 """The flood that is measured is a flood, and `/health` is asked meanwhile."""
 
+import asyncio
+import json
+
 from scripts.serving import flood
+from scripts.serving.http_client import HttpClient
+
+
+def test_who_has_no_answer_in_time_leaves_and_is_counted(server, monkeypatch) -> None:
+    monkeypatch.setattr(flood, "PATIENCE_S", 0.5)
+    bodies = [json.dumps({"prompt": "ab", "max_tokens": 1}).encode()] * 5
+    server.do(server.client.gate.clear)
+    try:
+        statuses = asyncio.run(flood._send_all(HttpClient(server.url), "/v1/completions", bodies, 5))
+        assert statuses == {"left": 5}
+        server.wait_until(lambda: server.client.num_live == 0)
+    finally:
+        server.do(server.client.gate.set)
 
 
 def test_everything_is_sent_and_health_is_asked(server, monkeypatch) -> None:

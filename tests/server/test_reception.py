@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +31,7 @@ LIMITS = Limits(
     trusts_templates=True,
 )
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+ENDLESS = "{% for i in range(90000) %}{{ ('a' * 16000000).replace('a', 'b') | length }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,35 @@ def test_a_worker_that_takes_too_long_is_replaced(tokenizer) -> None:
         assert json.loads(worker.read("tokenize", body(prompt="a")))["count"] == 1
     finally:
         worker.close()
+
+
+def test_a_worker_gives_up_what_nobody_waits_for_and_nothing_else(worker) -> None:
+    endless = body(**CHAT, chat_template=ENDLESS)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(worker.read, "chat", endless)
+        while worker._body is not endless:
+            time.sleep(0.001)
+        worker.give_up(bytes(bytearray(endless)))  # an equal one, of somebody else
+        assert not reading.done()
+        while not reading.done():  # at any moment, be the process starting or reading
+            worker.give_up(endless)
+            time.sleep(0.001)
+        with pytest.raises(ApiError, match="ended"):
+            reading.result()
+    worker.give_up(endless)
+    assert json.loads(worker.read("tokenize", body(prompt="ab")))["count"] == 2
+
+
+def test_who_leaves_while_a_request_is_read_keeps_nobody_waiting(start) -> None:
+    with start(trust_request_chat_template=True, reading_timeout_s=3600) as server:
+        content = body(**CHAT, chat_template=ENDLESS)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            while "jpaged:num_requests_at_door 1.0" not in server.http.get("/metrics").text:
+                time.sleep(0.01)
+        answer = server.http.post("/tokenize", json=CHAT | {"chat_template": "{{ messages[0].content }}"})
+        assert answer.json()["count"] == 2
 
 
 @pytest.mark.parametrize(("ending", "status"), [(signal.SIGABRT, 400), (signal.SIGKILL, 503)])

@@ -25,12 +25,12 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, max_position_embeddings: int = 256) -> Path:
     """The model too."""
     from jpaged.models import export_safetensors
     from tests.fakes import tiny_llama
 
-    export_safetensors(tiny_llama(vocab_size=259, max_position_embeddings=256), folder)
+    export_safetensors(tiny_llama(vocab_size=259, max_position_embeddings=max_position_embeddings), folder)
     return write_tokenizer(folder)
 
 
