@@ -233,7 +233,9 @@ class BatchPacker:
         scalars = field["scalars"]
         scalars[0], scalars[1] = plan.num_decode, num_rows
         if self._any_wants_prompt and self._wants_prompt[entries].any():
-            scalars[2] = self._write_next_tokens(plan, field["next_tokens"])
+            for seq, at, start, end in plan.prompt_spans():
+                field["next_tokens"][at : at + end - start] = seq.tokens[start:end]
+                scalars[2] = True
         padded[:num_samples] = sampled_entries
         sampling = np.take(self._sampling, padded, axis=1, out=buffer.sampling, mode="clip")
         sampling[_POSITION, :num_samples] = sampled_positions
@@ -299,17 +301,3 @@ class BatchPacker:
             first = at[row] - q_lens[row]
             out[first : first + len(tokens)] = tokens
         out[ends[from_device] - 1] = ~plan.entries[from_device]
-
-    @staticmethod
-    def _write_next_tokens(plan: StepPlan, out: np.ndarray) -> bool:
-        """Writes the prompt token that follows each prompt token of the rows that ask; says whether any does."""
-        wanted, at = False, 0
-        for row in plan.rows:
-            seq, start = row.seq, row.start
-            if seq.request.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
-                end = min(row.kv_len + 1, seq.num_prompt_tokens)
-                following = seq.tokens[start + 1 : end]
-                out[at : at + len(following)] = following
-                wanted = True
-            at += row.num_tokens
-        return wanted

@@ -103,15 +103,22 @@ def freeze_objects() -> None:
     """Leaves what is there now out of all garbage collections to come: it lives as long as the process.
 
     Else each full collection would look at hundreds of thousands of objects, and Python begins one only when a quarter
-    as many are new: what requests leave behind would pile up until then. Of what is left, a collection looks at all
-    that a thousand requests hold while they wait; it comes seldom, as nearly nothing is in cycles.
+    as many are new: what requests leave behind would pile up until then.
     """
-    gc.set_threshold(_YOUNG_OBJECTS)
     gc.collect()
     gc.freeze()
     gc.collect()  # counts what is left, which decides when the next one comes
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)  # loading and compiling have freed a good part of what they took
+
+
+def collect_seldom() -> None:
+    """Makes garbage collections several times as rare, for a process that has thousands of requests at once.
+
+    Each of them holds hundreds of objects while it waits. A thousand that begin together would start several full
+    collections, each of which looks at all of them while nothing else runs; and nearly nothing is in cycles.
+    """
+    gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def _read(messages: Iterator[Any], commands: "SimpleQueue[Command]") -> None:

@@ -78,7 +78,7 @@ class GroupQueues:
         Args:
           unfinished: sequences that run and have more tokens than were computed: pages for these are not given away.
         """
-        if not len(self.preempted) and not len(self.waiting):
+        if not self._free_state_indices or not (len(self.preempted) or len(self.waiting)):
             return None
         due = sum(map(self.num_pages_due, unfinished))
         recomputed = (seq for group in self.running if group.num_recomputed for seq in group.live)

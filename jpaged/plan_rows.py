@@ -29,7 +29,7 @@ class PlanRows:
         self._table = table
         self._max_num_tokens = max_num_tokens
         self._running = _NOBODY
-        self._decodes = _NOBODY.trues  # by place in `_running`
+        self._decodes = np.zeros(0, bool)  # by place in `_running`
         self._counted = False
         self._num_decoding = 0
         self._num_chunk_tokens = 0
@@ -134,11 +134,10 @@ class PlanRows:
 
     def build(self, transfers: PageTransfers) -> StepPlan:
         """The plan."""
-        running, num_ones = self._running, self._num_decoding
-        seqs, entries = running.seqs, self._decoding_entries()
+        seqs, entries, num_ones = self._running.seqs, self._decoding_entries(), self._num_decoding
         if num_ones != len(seqs):
             seqs = [seqs[place] for place in np.flatnonzero(self._decodes).tolist()]
-        q_lens, samples, sources = running.ones[:num_ones], running.trues[:num_ones], running.places[:num_ones]
+        q_lens, samples, sources = np.ones(num_ones, np.int64), np.ones(num_ones, bool), np.arange(num_ones)
         if self._chunks:
             ones = [chunk for chunk in self._chunks if chunk[1] == 1]
             ordered = ones + [chunk for chunk in self._chunks if chunk[1] > 1]

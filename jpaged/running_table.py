@@ -136,21 +136,6 @@ class RunningRows:
         """Those that are not alone in their group, and may share a page that is not full."""
         return [seq for seq in self.seqs if len(seq.group.seqs) > 1]
 
-    @cached_property
-    def ones(self) -> np.ndarray:
-        """i64[n], a one each."""
-        return np.ones(len(self.seqs), np.int64)
-
-    @cached_property
-    def trues(self) -> np.ndarray:
-        """bool[n], True each."""
-        return np.ones(len(self.seqs), bool)
-
-    @cached_property
-    def places(self) -> np.ndarray:
-        """i64[n], 0, 1, 2 and so on."""
-        return np.arange(len(self.seqs))
-
 
 def _is_plain(seq: Sequence) -> bool:
     params = seq.request.params

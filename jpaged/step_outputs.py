@@ -67,22 +67,17 @@ def read_logprobs(plan: StepPlan, outputs: StepOutputs) -> Callable[[int, int], 
 
 def read_prompt_logprobs(plan: StepPlan, outputs: StepOutputs) -> Iterator[tuple[Sequence, int, TokenLogprobs]]:
     """(sequence, position, log-probabilities) of the prompt tokens that follow this step's, for the rows that ask."""
-    at, arrays = 0, None
-    for row in plan.rows:
-        seq, first = row.seq, at
-        at += row.num_tokens
-        wanted = seq.request.params.prompt_logprobs
-        if wanted is None or seq.is_finished:
+    arrays = None
+    for seq, first, start, end in plan.prompt_spans():
+        if seq.is_finished:
             continue
-        end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
-        if row.start >= end:
-            continue
-        if arrays is None:
-            arrays = jax.device_get((outputs.prompt_logprobs, outputs.prompt_top_ids, outputs.prompt_top_logprobs))
+        arrays = arrays or jax.device_get(
+            (outputs.prompt_logprobs, outputs.prompt_top_ids, outputs.prompt_top_logprobs)
+        )
         chosen, top_ids, top = arrays
-        for position in range(row.start, end):
-            i, token = first + position - row.start, seq.tokens[position + 1]
-            yield seq, position + 1, _token_logprobs(token, chosen[i], top_ids[i], top[i], wanted)
+        wanted = seq.request.params.prompt_logprobs or 0
+        for i, position in enumerate(range(start, end), first):
+            yield seq, position, _token_logprobs(seq.tokens[position], chosen[i], top_ids[i], top[i], wanted)
 
 
 def _token_logprobs(token, logprob, top_ids, top_logprobs, n: int) -> TokenLogprobs:

@@ -121,6 +121,20 @@ class StepPlan:
         """Whether rows that go on get as many tokens each."""
         return self.drafts is None and (self.num_more is None or bool((self.num_more == self.num_more[0]).all()))
 
+    def prompt_spans(self) -> Iterator[tuple[Sequence, int, int, int]]:
+        """Of the rows that ask for log-probabilities of their prompt's tokens: those that follow a token of the step.
+
+        Yields:
+          (sequence, index in the step's tokens of the first of the tokens before them, their positions [start, end)).
+        """
+        at = 0
+        for row in self.rows:
+            seq = row.seq
+            start, end = row.start + 1, min(row.kv_len + 1, seq.num_prompt_tokens)
+            if seq.request.params.prompt_logprobs is not None and start < end:
+                yield seq, at, start, end
+            at += row.num_tokens
+
     @property
     def rows(self) -> Iterator[PlannedRow]:
         """The columns, row by row."""

@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, memref, nvvm
 
 from . import combine_gpu as ends
+from .prefill_plan_gpu import pages_of
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
@@ -79,46 +80,54 @@ def arrive(ref, index) -> None:
     arrive_at(ref, index)
 
 
-def load_tile(pages_ref, smem, barrier, index, head_and_kind, ids, firsts, *, transforms, swizzle: int | None):
+def load_tile(
+    pages_ref, smem, barrier, index, head_and_kind, ids, first, *, page_size: int, transforms, swizzle: int | None
+):
     """In a warp: copies a tile's pages of one head, K or V, to shared memory.
 
     Args:
       smem: swizzled tiles, or rows one after the other if there are no transforms.
       barrier, index: the barrier that completes when all is there.
       head_and_kind: 2 * head, plus 1 for V.
-      ids: the page of each box.
-      firsts: the first slot of each box in its page.
+      ids: pages that the tile lies in, one after the other (`pages_of`).
+      first: the tile's first slot in the first of them; `None` if it begins and ends with a page.
     """
+    scalars = [head_and_kind, *ids, *([] if first is None else [first])]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            _REF,
-            plgpu.RefType(transforms),
-            _REF,
-            _SCALAR,
-            _SCALAR,
-            [_SCALAR] * len(ids),
-            [_SCALAR] * len(firsts),
-        )
-    )
-    def load(ctx, pages, smem, barrier, index, column, ids, firsts):
+    @plgpu.inline_mgpu(arg_types=(_REF, plgpu.RefType(transforms), _REF, _SCALAR, [_SCALAR] * len(scalars)))
+    def load(ctx, pages, smem, barrier, index, scalars):
         index_type = ir.IndexType.get()
         ty = ir.MemRefType(smem.type)
         rows_of_one = ty.shape[2] if transforms else 1  # rows of the leading axis' elements, which may be tiles
-        box = ty.shape[0] * rows_of_one // len(ids)
+        rows = ty.shape[0] * rows_of_one
+        box = math.gcd(rows, page_size)
+        column, *ids = map(ends.scalar_of, scalars)
+        first = ids.pop() if len(ids) > pages_of(rows, page_size) else None
         full = _at(barrier, ends.scalar_of(index))
-        size = math.prod(ty.shape) * utils.bytewidth(ty.element_type)
+
+        def place(row: int) -> tuple[ir.Value, ir.Value | None]:
+            """Page and first slot of the box that begins with this row of the tile."""
+            nth, slot = divmod(row, page_size)
+            if first is None:
+                return ids[nth], None
+            at = arith.addi(first, ends.i32(slot))
+            if slot == 0:
+                return ids[nth], at
+            within = ends.less(at, ends.i32(page_size))
+            after = arith.subi(at, ends.i32(page_size))
+            return arith.select(within, ids[nth], ids[nth + 1]), arith.select(within, at, after)
+
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)):
-            full.arrive_expect_tx(size)
-            for n, page in enumerate(ids):
-                first = mgpu.ds(arith.index_cast(index_type, ends.scalar_of(firsts[n])), box) if firsts else slice(None)
+            full.arrive_expect_tx(math.prod(ty.shape) * utils.bytewidth(ty.element_type))
+            for row in range(0, rows, box):
+                page, slot = place(row)
                 ctx.async_copy(
                     src_ref=pages,
-                    dst_ref=utils.memref_slice(smem, slice(n * box // rows_of_one, (n + 1) * box // rows_of_one)),
+                    dst_ref=utils.memref_slice(smem, slice(row // rows_of_one, (row + box) // rows_of_one)),
                     gmem_slice=(
-                        arith.index_cast(index_type, ends.scalar_of(page)),
-                        first,
-                        arith.index_cast(index_type, ends.scalar_of(column)),
+                        arith.index_cast(index_type, page),
+                        slice(None) if slot is None else mgpu.ds(arith.index_cast(index_type, slot), box),
+                        arith.index_cast(index_type, column),
                     ),
                     gmem_transform=(mgpu.TileTransform(tuple(ty.shape[2:])),) if transforms else (),
                     barrier=full,
@@ -127,7 +136,7 @@ def load_tile(pages_ref, smem, barrier, index, head_and_kind, ids, firsts, *, tr
                     predicate=None,
                 )
 
-    load(pages_ref, smem, barrier, index, head_and_kind, ids, firsts)
+    load(pages_ref, smem, barrier, index, scalars)
 
 
 def await_turn(me) -> None:

@@ -18,7 +18,6 @@ Reference:
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,6 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
     """
     pages, records, page_table = refs.pages, refs.records, refs.page_table
     bkv = blocks.block_kv
-    box = math.gcd(page_size, bkv)
     num_units = records[0, plan.NUM_UNITS]
     to, stages, swizzle = tiles, blocks.stages, blocks.swizzle
     if tiles.raw is not None:
@@ -60,32 +58,26 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
         next_unit = take_unit(tiles, i + 1)
         following = read_blocks(records, next_unit, num_units)
 
-        def boxes_of(j):
-            """Of each box of the j-th block, the page, and the first slot in it."""
-            boxes = []
-            for n in range(bkv // box):
-                kv = kv_start + ((num_blocks - 1 - j) * bkv + n * box)
-                column = lax.div(kv, page_size)
-                boxes.append((page_table[row, jnp.minimum(column, last_page)], kv - column * page_size))
-            return boxes
-
         def kv_block(j, step):
             stage = lax.rem(step, stages)
-            boxes = boxes_of(j)
+            first, ids = kv_start + (num_blocks - 1 - j) * bkv, []
+            for n in range(plan.pages_of(bkv, page_size)):
+                kv = kv_start + ((num_blocks - 1 - j) * bkv + n * page_size)
+                ids.append(page_table[row, jnp.minimum(lax.div(kv, page_size), last_page)])
 
             @pl.when(step >= stages)
             def _():
                 sync.wait(freed, stage, lax.div(step, stages) - 1)
 
-            ids, firsts = zip(*boxes, strict=True)
             sync.load_tile(
                 pages,
                 smem.at[stage],
                 full,
                 stage,
                 2 * head + k_or_v,
-                list(ids),
-                [] if box == page_size else list(firsts),
+                ids,
+                None if bkv % page_size == 0 else lax.rem(first, page_size),
+                page_size=page_size,
                 transforms=transforms,
                 swizzle=swizzle,
             )

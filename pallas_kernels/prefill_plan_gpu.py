@@ -11,6 +11,8 @@ Blocks of threads take units one by one as they become free, so the list needs n
 units, which even out what the long ones left.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -34,6 +36,16 @@ def num_units(num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int) ->
     return (
         (num_tokens // tokens + min(num_rows, num_tokens)) * num_kv_heads if tokens > 1 else num_tokens * num_kv_heads
     )
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """The most pages that a block of so many tokens lies in; blocks begin at multiples of `tokens`.
+
+    Example:
+      >>> pages_of(128, 16), pages_of(128, 24), pages_of(64, 256)
+      (8, 6, 1)
+    """
+    return -(-(tokens + page_size - math.gcd(tokens, page_size)) // page_size)
 
 
 def rows_to_split(

@@ -50,7 +50,7 @@ _QUESTIONS: Final = (
 )
 _FIRST: Final = "How does a bicycle stay upright?"
 _SECOND: Final = "And why is it harder to stay upright when it is slow?"
-_PATIENCE_S: Final = 180.0
+_PATIENCE_S: Final = 400.0  # two answers at once wait until as many as may pass them have passed
 
 
 def keep_asking(url: str, number: int, stop: threading.Event) -> None:

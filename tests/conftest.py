@@ -6,6 +6,7 @@ this file is read.
 """
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Compiled:
       shared: of all workers.
     """
 
-    SETTLED_S = 2.0  # a file is written in milliseconds
+    SETTLED_S = 5.0  # a file is written in milliseconds, once it is there, unless the machine is very busy
     PAUSE_S = 1.0
 
     def __init__(self, own: Path, shared: Path) -> None:
@@ -62,7 +63,8 @@ class Compiled:
         own, shared = ({file.name for file in os.scandir(folder) if file.is_file()} for folder in self._folders)
         for names, source, target in ((own - shared, *self._folders), (shared - own, *reversed(self._folders))):
             for name in names:
-                if time.time() - (source / name).stat().st_mtime > self.SETTLED_S:
+                written = (source / name).stat()
+                if written.st_size and time.time() - written.st_mtime > self.SETTLED_S:
                     with contextlib.suppress(FileExistsError):  # another worker was quicker
                         os.link(source / name, target / name)
 
@@ -114,6 +116,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         item.stash[RUNS_LONG] = item.path in long
     items.sort(key=lambda item: not item.stash[RUNS_LONG])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects that live as long as the process: no collection need look at them again
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures are made

@@ -356,7 +356,8 @@ def test_closing_fails_what_lives_and_leaves_the_engine_usable():
 def test_two_tasks_cannot_read_one_stream():
     async def main():
         go = threading.Event()
-        async with serving(FakeEngine(on_step=lambda _: go.wait(60))) as client:
+        # Not in the first step, whose end tells that the engine has taken the request.
+        async with serving(FakeEngine(on_step=lambda engine: engine.num_steps == 0 or go.wait(60))) as client:
             stream = await client.stream([1], few(3))
             first = asyncio.create_task(read(stream))
             await asyncio.sleep(0)

@@ -19,11 +19,13 @@ def test_counters_come_and_go_with_the_sequence():
     table.begin(seq, 2)
     table.begin(other, 0)
     assert table.counters[[2, 0], NUM_TOKENS].tolist() == [3, 5]
+    assert table.num_running == 2
     assert table.counters[2, LIMIT] == 9
     seq.append(7)
     table.add(NUM_TOKENS, RunningRows([other, seq]).entries, 2)
     assert (seq.num_tokens, seq.num_pending, other.num_tokens, other.num_pending) == (6, 2, 7, 2)
     assert table.end(seq) == 2
+    assert table.num_running == 1
     assert not table.counters[2].any()
     assert (seq.num_tokens, seq.limit, seq.run, seq.state_index) == (6, 9, 0, None)
     table.counters[2] += 1  # is nobody's

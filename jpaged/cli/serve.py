@@ -291,11 +291,12 @@ async def serve_engine(
     maker: str,
     own_process: bool,
 ) -> None:
-    from jpaged.engine_host import freeze_objects
+    from jpaged.engine_host import collect_seldom, freeze_objects
     from jpaged.server import serve as serve_http
 
     def ready(url: str) -> None:
         freeze_objects()
+        collect_seldom()
         say(f"listening at {url}")
 
     async with _client(recipe, maker, own_process=own_process, log_level=config.log_level) as client:

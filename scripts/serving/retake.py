@@ -28,7 +28,7 @@ from scripts.report import print_json, print_table
 from scripts.serving.server_process import free_port
 
 _RECORDS: Final = ROOT
-_LIMIT_S: Final = 600.0  # for one part
+_LIMIT_S: Final = 900.0  # for one part
 _TAIL: Final = 2000  # characters of what a part that failed has said
 _MODEL: Final = "{folder}/model --served-model-name tiny --no-progress --port {port}"
 _SERVE: Final = "python -m jpaged.cli serve"

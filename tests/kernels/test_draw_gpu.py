@@ -9,7 +9,7 @@ from jpaged.pallas_kernels import filtered_draw
 from jpaged.pallas_kernels.compat import jax_version
 from jpaged.pallas_kernels.filtered_draw import DrawParams, draw_filtered
 from tests.kernels.gpu_interpret import interpret_params, no_races
-from tests.kernels.test_filtered_draw import by_sorting, maxima_of, rows_of_logits
+from tests.kernels.test_filtered_draw import by_sorting, candidates, maxima_of, rows_of_logits
 
 if jax_version() < (0, 11):
     pytest.skip("the kernel needs jax 0.11", allow_module_level=True)
@@ -41,11 +41,11 @@ def batch(vocab_size: int, stride: int = 1) -> tuple[jax.Array, DrawParams]:
     pairs = [(row, {**OFF, **fields}) for row in kinds for fields in FILTERS][::stride]
     logits = np.stack([row for row, _ in pairs])
     columns = {
-        name: jnp.asarray([fields[name] for _, fields in pairs], jnp.int32 if name == "top_k" else jnp.float32)
+        name: np.array([fields[name] for _, fields in pairs], np.int32 if name == "top_k" else np.float32)
         for name in OFF
     }
     keys = np.random.default_rng(1).integers(0, 2**32, (len(logits), 2), np.uint32)
-    return jnp.asarray(logits), DrawParams(**columns, keys=jnp.asarray(keys))
+    return jax.device_put((logits, DrawParams(**columns, keys=keys)))
 
 
 def assert_drawn(logits: jax.Array, params: DrawParams, interpret=None) -> None:
@@ -72,8 +72,8 @@ def assert_drawn(logits: jax.Array, params: DrawParams, interpret=None) -> None:
 def test_interpreted_it_keeps_and_draws_as_sorting_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtered_draw, "_NUM_TILES", 6)  # so that there are rows whose candidates do not do
     logits, params = batch(1_101, stride=9)
-    found = filtered_draw.find_candidates(logits, maxima_of(logits), params.temperature)
-    assert len({*np.asarray(found.token_ids < 1_101).sum(axis=1)}) > 3
+    found = candidates(logits, params.temperature)
+    assert len({*(np.asarray(found.token_ids) < 1_101).sum(axis=1)}) > 3
     with no_races():
         assert_drawn(logits, params, interpret=interpret_params())
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.filtered_draw import TILE, DrawParams, find_candidates
+from jpaged.pallas_kernels.filtered_draw import TILE, Candidates, DrawParams, find_candidates
 from jpaged.pallas_kernels.noise import gumbel
 
 NUM_TILES = 128
@@ -14,7 +14,12 @@ NUM_TILES = 128
 def maxima_of(logits) -> jax.Array:
     logits = np.asarray(logits)
     padded = np.pad(logits, ((0, 0), (0, -logits.shape[1] % TILE)), constant_values=-np.inf)
-    return jnp.asarray(padded.reshape(len(logits), -1, TILE).max(axis=2))
+    return jax.device_put(padded.reshape(len(logits), -1, TILE).max(axis=2))
+
+
+def candidates(logits, temperatures) -> Candidates:
+    """As one program, and a new one each time, since a test may change how many tiles there are."""
+    return jax.jit(lambda *args: find_candidates(*args))(logits, maxima_of(logits), temperatures)
 
 
 def rows_of_logits(vocab_size: int) -> np.ndarray:
@@ -67,8 +72,8 @@ def by_sorting(logits: jax.Array, params: DrawParams) -> tuple[jax.Array, jax.Ar
 @pytest.mark.parametrize(("vocab_size", "temperature"), [(500, 1.0), (9_001, 1e-3), (20_000, 2.0)])
 def test_candidates_are_all_that_is_above_the_bound(vocab_size: int, temperature: float) -> None:
     logits = rows_of_logits(vocab_size)
-    temperatures = jnp.full(len(logits), temperature, jnp.float32)
-    token_ids, taken, bound = map(np.asarray, find_candidates(jnp.asarray(logits), maxima_of(logits), temperatures))
+    temperatures = np.full(len(logits), temperature, np.float32)
+    token_ids, taken, bound = map(np.asarray, candidates(logits, temperatures))
     assert token_ids.shape == (len(logits), NUM_TILES * TILE)
     assert (np.diff(token_ids, axis=1) > 0)[token_ids[:, 1:] < vocab_size].all()
     for row, ids, values, limit in zip(logits, token_ids, taken, bound, strict=True):
@@ -80,8 +85,8 @@ def test_candidates_are_all_that_is_above_the_bound(vocab_size: int, temperature
 
 def test_there_is_room_for_few_tiles_and_it_is_used() -> None:
     logits = rows_of_logits(64_000)
-    found = find_candidates(jnp.asarray(logits), maxima_of(logits), jnp.ones(len(logits), jnp.float32))
-    tiles = np.asarray(found.token_ids < 64_000).sum(axis=1) // TILE
+    found = candidates(logits, np.ones(len(logits), np.float32))
+    tiles = (np.asarray(found.token_ids) < 64_000).sum(axis=1) // TILE
     assert (tiles <= NUM_TILES).all()
     assert tiles[0] > 100
     # All that is not -inf, be it as little as one token.

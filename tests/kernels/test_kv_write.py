@@ -22,7 +22,7 @@ def test_written_pages_are_the_expected_ones(page_dtype: str, implementation: st
     written = jax.jit(write_kv_xla)(inputs.k, inputs.v, inputs.pages_before, inputs.meta)
     # All but the null page, where padding went: bit for bit, the NaNs of free slots included.
     for got, expected in zip(jax.tree.leaves(written), jax.tree.leaves(inputs.kv_pages), strict=True):
-        np.testing.assert_array_equal(np.asarray(got[1:]).view(np.uint8), np.asarray(expected[1:]).view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(got)[1:].view(np.uint8), np.asarray(expected)[1:].view(np.uint8))
 
 
 def test_padding_goes_to_the_null_page() -> None:

@@ -1,22 +1,30 @@
-"""The Mosaic GPU kernel of a layer of few rows: lowered anywhere, run where a Hopper GPU is."""
+"""The Mosaic GPU kernel of a layer of few rows: lowered anywhere, its ring interpreted, run where a Hopper GPU is."""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.models import Llama
 from jpaged.models.layers import Block, run_in_kernels
 from jpaged.pallas_kernels import LayerWeights, PagedMetadata, after_attention, layer, layer_plan, make_pages
 from jpaged.pallas_kernels.compat import GPU, jax_version
 from jpaged.pallas_kernels.layer import after_attention_xla
-from jpaged.pallas_kernels.layer_plan_gpu import plan_layer
+from jpaged.pallas_kernels.layer_plan_gpu import WIDTH, LayerPlan, Product, plan_layer
+from tests.kernels.gpu_interpret import interpret_params, no_races
 from tests.kernels.test_decode_gpu import abstract_hopper
 from tests.models.paged import tiny_config
 
 if jax_version() < (0, 11):
     pytest.skip("the kernel needs jax 0.11", allow_module_level=True)
+
+from jpaged.pallas_kernels import layer_gpu
 
 # Tokens, and hidden, attended, intermediate and projected columns: SmolLM2's; parts of unequal length; several tokens.
 SHAPES = ((1, 576, 576, 1536, 960), (1, 320, 192, 448, 256), (5, 576, 576, 1536, 960))
@@ -58,6 +66,73 @@ def two_layers_xla(x, attended, weights):
     x, _, projected = after_attention_xla(x, attended, weights, 1e-5)
     y, delta, _ = after_attention_xla(x, projected[:, : attended.shape[1]], last_layer(weights), 1e-5)
     return x, projected, y, delta
+
+
+def ring_kernel(plan: LayerPlan):
+    """Loads and products of the kernel alone, one product after the other, on rows [8, K] and kernels [K, N]."""
+    products, stages = plan.products, plan.stages
+
+    def body(*refs):
+        xs, kernels, outs, (rows, ring, full, freed) = refs[:3], refs[3:6], refs[6:9], refs[9:]
+        shares = [layer_gpu._Share(product, lax.axis_index("block"), plan.blocks) for product in products]
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            step = jnp.int32(0)
+            for share, kernel in zip(shares, kernels, strict=True):
+                step = layer_gpu._load(share, kernel, ring, full, freed, stages, step)
+
+            # A kernel just ends; the interpreter wants barriers to be looked at as often as they complete.
+            def look(i, _):
+                plgpu.barrier_wait(freed.at[lax.rem(i, stages)])
+
+            lax.fori_loop(jnp.maximum(0, step - stages), step, look, None)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            step = jnp.int32(0)
+            for share, x, out in zip(shares, xs, outs, strict=True):
+
+                def put(j, _, share=share, x=x):
+                    rows[j] = x[:, pl.ds((share.first + j) * WIDTH, WIDTH)]
+
+                lax.fori_loop(0, share.count, put, None)
+                step = layer_gpu._multiply(share, plan, out, rows, ring, full, freed, step)
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((product.parts * 8, product.outputs), jnp.float32) for product in products],
+        scratch_types=[
+            plgpu.SMEM((plan.row_boxes, plan.columns, WIDTH), jnp.bfloat16),
+            plgpu.SMEM((stages, WIDTH, WIDTH), jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        ],
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="wg",
+        interpret=interpret_params(),
+    )
+
+
+def test_products_of_the_ring_are_those_of_numpy(monkeypatch) -> None:
+    """In the interpreter: a ring that is longer than one part and shorter than another, blocks without a tile."""
+
+    def store_tile(tile, out, row, column, num_tokens):
+        out[pl.ds(row, num_tokens), pl.ds(column, WIDTH)] = tile.T
+
+    monkeypatch.setattr(layer_gpu, "rows", SimpleNamespace(fence_registers=lambda: None, store_tile=store_tile))
+    monkeypatch.setattr(LayerPlan, "stages", 3)
+    products, rng = [Product(512, 128, 2), Product(128, 256, 1), Product(128, 64, 1)], np.random.default_rng(0)
+    plan = LayerPlan(8, 3, *products, qkv=None, apart=True)
+    xs = [rng.integers(-4, 5, (8, product.inputs)) for product in products]
+    kernels = [rng.integers(-4, 5, (product.inputs, product.outputs)) for product in products]
+    with no_races():
+        arrays = [jnp.asarray(array, jnp.bfloat16) for array in (*xs, *kernels)]
+        got = jax.block_until_ready(ring_kernel(plan)(*arrays))
+    for product, x, kernel, parts in zip(products, xs, kernels, got, strict=True):
+        np.testing.assert_array_equal(np.asarray(parts).reshape(product.parts, 8, -1).sum(axis=0), x @ kernel)
 
 
 def test_lowers_for_cuda_and_layers_share_it() -> None:

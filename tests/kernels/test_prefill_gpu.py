@@ -60,6 +60,7 @@ PREFILL_SPECS = (
     spec("group_of_64", num_heads=64, num_kv_heads=1),
     spec("page_of_8", page_size=8),
     spec("page_of_24", page_size=24),
+    spec("head_dim_64_page_of_24", head_dim=64, num_heads=64, num_kv_heads=16, page_size=24),
     spec("page_of_128", page_size=128, sliding_window=100),
     spec("page_of_256", page_size=256),
     spec("int8", **_INT8),

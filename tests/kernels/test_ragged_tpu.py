@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels import KVPages, PagedMetadata, attend_and_write, ragged_tpu
+from jpaged.pallas_kernels import KVPages, PagedMetadata, PageSpec, attend_and_write, ragged_tpu
 from jpaged.pallas_kernels.kv_write import write_kv_xla
 from jpaged.pallas_kernels.pipeline_tpu import Fetch
 from jpaged.pallas_kernels.ragged_tpu import paged_attention_tpu
@@ -107,10 +107,16 @@ CASES = (
 )
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def plan_once(meta: PagedMetadata, page_spec: PageSpec, blocks: TPUBlocks):
+    """As one program: a plan that is made step by step compiles one for each operation."""
+    return plan_tpu(meta, plan_write(meta, page_spec), blocks)
+
+
 def attend(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray | None]:
     spec, page_spec = case.spec, inputs.kv_pages.spec
     assert shape_objection(page_spec, spec.num_heads, spec.dtype) is None
-    work = plan_tpu(inputs.meta, plan_write(inputs.meta, page_spec), case.blocks)
+    work = plan_once(inputs.meta, page_spec, case.blocks)
     options = AttentionOptions(
         scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
         sliding_window=spec.sliding_window,
@@ -122,7 +128,7 @@ def attend(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray | None]:
         out, lse = jax.block_until_ready(paged_attention_tpu(*args, interpret=case.interpret))
     assert out.dtype == spec.dtype
     assert (lse is not None) == case.with_lse
-    return np.asarray(out.astype(jnp.float32)), None if lse is None else np.asarray(lse)
+    return np.asarray(out).astype(np.float32), None if lse is None else np.asarray(lse)
 
 
 def check(case: Case, inputs: Inputs | None = None) -> None:
@@ -151,9 +157,9 @@ def without_unseen_pages(inputs: Inputs, spec: ArgSpec) -> Inputs:
     new_ids = np.zeros(table.max() + 1, np.int32)
     new_ids[seen] = np.arange(len(seen))
     page_spec = dataclasses.replace(spec.page_spec, num_pages=len(seen))
-    kv_pages = KVPages(inputs.kv_pages.data[seen], None, page_spec)
-    meta = dataclasses.replace(inputs.meta, page_table=jnp.asarray(new_ids[table]))
-    return dataclasses.replace(inputs, kv_pages=kv_pages, meta=meta)
+    kv_pages = KVPages(np.asarray(inputs.kv_pages.data)[seen], None, page_spec)
+    meta = dataclasses.replace(inputs.meta, page_table=new_ids[table])
+    return dataclasses.replace(inputs, **jax.device_put({"kv_pages": kv_pages, "meta": meta}))
 
 
 def test_positions_beyond_64k_and_page_tables_of_many_runs() -> None:
@@ -170,20 +176,21 @@ def test_positions_beyond_64k_and_page_tables_of_many_runs() -> None:
 
 def alone(inputs: Inputs, row: int, kv_len: int | None = None, first_page: int = 0) -> Inputs:
     """One row of a call (or `kv_len` tokens of it from a page on) without the others, in arrays of the same shapes."""
-    meta = inputs.meta
+    meta = jax.tree.map(np.asarray, inputs.meta)
     begin, end = int(meta.cu_q_lens[row]), int(meta.cu_q_lens[row + 1])
     q_len, table = end - begin, meta.page_table
     kv_len = int(meta.kv_lens[row]) if kv_len is None else kv_len
+    first_row, first_tokens = np.arange(len(table)) == 0, np.arange(len(meta.positions)) < q_len
     own = PagedMetadata(
-        page_table=jnp.zeros_like(table).at[0].set(jnp.roll(table[row], -first_page)),
-        kv_lens=jnp.zeros_like(meta.kv_lens).at[0].set(kv_len),
-        cu_q_lens=jnp.full_like(meta.cu_q_lens, q_len).at[0].set(0),
-        positions=jnp.roll(meta.positions, -begin).at[q_len:].set(0),
-        slot_mapping=jnp.roll(meta.slot_mapping, -begin).at[q_len:].set(0),
-        num_decode=jnp.int32(q_len == 1),
-        num_seqs=jnp.int32(1),
+        page_table=first_row[:, None] * np.roll(table[row], -first_page),
+        kv_lens=first_row * np.int32(kv_len),
+        cu_q_lens=(np.arange(len(table) + 1) > 0) * np.int32(q_len),
+        positions=first_tokens * np.roll(meta.positions, -begin),
+        slot_mapping=first_tokens * np.roll(meta.slot_mapping, -begin),
+        num_decode=np.int32(q_len == 1),
+        num_seqs=np.int32(1),
     )
-    return dataclasses.replace(inputs, q=jnp.roll(inputs.q, -begin, axis=0), meta=own)
+    return dataclasses.replace(inputs, **jax.device_put({"q": np.roll(inputs.q, -begin, axis=0), "meta": own}))
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
@@ -211,7 +218,7 @@ def test_lse_joins_two_parts_of_a_context_and_repeats() -> None:
 
 def test_all_rows_may_be_padding() -> None:
     inputs = make_inputs(MIXED.spec)
-    meta = jax.tree.map(jnp.zeros_like, inputs.meta)
+    meta = jax.device_put(jax.tree.map(np.zeros_like, jax.tree.map(np.asarray, inputs.meta)))
     out, lse = attend(MIXED, dataclasses.replace(inputs, meta=meta))
     assert (out == 0).all()
     assert np.isneginf(lse).all()
@@ -232,11 +239,11 @@ def check_attend_and_write(case: Case, kind: str) -> None:
         args = (inputs.q, inputs.k, inputs.v, inputs.pages_before, inputs.meta)
         out, written = jax.block_until_ready(step(*args))
     expected, _ = paged_attention_reference(inputs.q, inputs.kv_pages, inputs.meta, **options)
-    np.testing.assert_allclose(out.astype(jnp.float32), expected, **case.tolerances[0])
-    by_xla = write_kv_xla(inputs.k, inputs.v, inputs.pages_before, inputs.meta)
+    np.testing.assert_allclose(np.asarray(out).astype(np.float32), expected, **case.tolerances[0])
+    by_xla = jax.jit(write_kv_xla)(inputs.k, inputs.v, inputs.pages_before, inputs.meta)
     for ours, theirs in zip(jax.tree.leaves(written), jax.tree.leaves(by_xla), strict=True):
         # Not the null page, where XLA writes padding.
-        np.testing.assert_array_equal(np.asarray(ours[1:]).view(np.uint8), np.asarray(theirs[1:]).view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(ours)[1:].view(np.uint8), np.asarray(theirs)[1:].view(np.uint8))
 
 
 def test_attend_and_write_with_the_blocks_of_a_chip() -> None:

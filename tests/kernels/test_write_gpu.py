@@ -101,13 +101,15 @@ def test_interpreted_it_equals_xla_bit_by_bit(case: Case) -> None:
 def test_slots_outside_the_pool_are_dropped() -> None:
     inputs = make_inputs(CASES[0].spec)
     spec = inputs.kv_pages.spec
-    slots = inputs.meta.slot_mapping.at[0].set(spec.num_pages * spec.page_size).at[1].set(-1)
-    inputs = dataclasses.replace(inputs, meta=dataclasses.replace(inputs.meta, slot_mapping=slots))
+    slots = np.array(inputs.meta.slot_mapping)
+    slots[:2] = spec.num_pages * spec.page_size, -1
+    meta = dataclasses.replace(inputs.meta, slot_mapping=jax.device_put(slots))
+    inputs = dataclasses.replace(inputs, meta=meta)
     with no_races():
         _, kv_pages = jax.block_until_ready(rotate_and_write(inputs, None, interpret_params()))
-    by_xla_without = inputs.meta.slot_mapping.at[1].set(0)  # it takes -1 for the last slot
-    meta = dataclasses.replace(inputs.meta, slot_mapping=by_xla_without)
-    expected = write_kv_xla(inputs.k, inputs.v, inputs.pages_before, meta)
+    slots[1] = 0  # XLA takes -1 for the last slot
+    meta = dataclasses.replace(meta, slot_mapping=jax.device_put(slots.copy()))
+    expected = jax.jit(write_kv_xla)(inputs.k, inputs.v, inputs.pages_before, meta)
     assert_equal_bits(kv_pages.data, expected.data, slice(1, None))
 
 

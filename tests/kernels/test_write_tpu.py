@@ -1,6 +1,7 @@
 """The TPU kernel that writes K and V, in jax's TPU interpreter, against the XLA implementation: bit for bit."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,22 @@ def write(inputs: Inputs, meta: PagedMetadata | None = None) -> KVPages:
     with no_races():
         written = jax.jit(interpreted)(inputs.k, inputs.v, inputs.pages_before, meta or inputs.meta)
         return jax.block_until_ready(written)
+
+
+# As one program: a plan that is made step by step compiles one for each operation.
+plan_once = functools.partial(jax.jit, static_argnums=1)(plan_write)
+
+
+def without_slots(meta: PagedMetadata) -> PagedMetadata:
+    """The same step, of padding alone."""
+    return dataclasses.replace(meta, slot_mapping=jax.device_put(np.zeros(meta.slot_mapping.shape, np.int32)))
+
+
+def with_slots(meta: PagedMetadata, slots: dict[int, int]) -> PagedMetadata:
+    """The same step with other slots for some tokens."""
+    mapping = np.array(meta.slot_mapping)
+    mapping[[*slots]] = [*slots.values()]
+    return dataclasses.replace(meta, slot_mapping=jax.device_put(mapping))
 
 
 def assert_equal_bits(got: KVPages, expected: KVPages, pages: slice = slice(1, None)) -> None:
@@ -93,16 +110,14 @@ def test_few_buffers_and_several_tiles(page_dtype: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_a_step_of_padding_writes_nothing(num_kv_heads: int) -> None:
     inputs = make_inputs(dataclasses.replace(MIXED, num_heads=8, num_kv_heads=num_kv_heads))
-    meta = dataclasses.replace(inputs.meta, slot_mapping=jnp.zeros_like(inputs.meta.slot_mapping))
-    assert_equal_bits(write(inputs, meta), inputs.pages_before, slice(None))
+    assert_equal_bits(write(inputs, without_slots(inputs.meta)), inputs.pages_before, slice(None))
 
 
 def test_slots_outside_the_pool_are_dropped() -> None:
     inputs = make_inputs(MIXED)
     spec = MIXED.page_spec
-    slots = inputs.meta.slot_mapping.at[0].set(spec.num_pages * spec.page_size)
-    meta = dataclasses.replace(inputs.meta, slot_mapping=slots)
-    assert_equal_bits(write(inputs, meta), write_kv_xla(inputs.k, inputs.v, inputs.pages_before, meta))
+    meta = with_slots(inputs.meta, {0: spec.num_pages * spec.page_size})
+    assert_equal_bits(write(inputs, meta), jax.jit(write_kv_xla)(inputs.k, inputs.v, inputs.pages_before, meta))
 
 
 def test_a_plan_made_before_is_used_and_one_for_other_pages_is_not() -> None:
@@ -116,8 +131,7 @@ def test_a_plan_made_before_is_used_and_one_for_other_pages_is_not() -> None:
     def written_by(work: plan.WriteWork) -> KVPages:
         return write(inputs, dataclasses.replace(inputs.meta, work=Work(work)))
 
-    slots = jnp.zeros_like(inputs.meta.slot_mapping)
-    nothing = plan_write(dataclasses.replace(inputs.meta, slot_mapping=slots), MIXED.page_spec)
+    nothing = plan_once(without_slots(inputs.meta), MIXED.page_spec)
     assert_equal_bits(written_by(nothing), inputs.pages_before, slice(None))
     other = dataclasses.replace(nothing, blocks=dataclasses.replace(nothing.blocks, slots=1))
     assert_equal_bits(written_by(other), inputs.kv_pages)
@@ -125,8 +139,8 @@ def test_a_plan_made_before_is_used_and_one_for_other_pages_is_not() -> None:
 
 def test_rows_that_write_one_page_are_found_to_race() -> None:
     inputs = make_inputs(MIXED)
-    slots = inputs.meta.slot_mapping
-    meta = dataclasses.replace(inputs.meta, slot_mapping=slots.at[3].set(slots[5]).at[5].set(slots[3]))
+    slots = np.asarray(inputs.meta.slot_mapping)
+    meta = with_slots(inputs.meta, {3: int(slots[5]), 5: int(slots[3])})
     with pytest.raises(AssertionError, match="RACE DETECTED"):
         write(inputs, meta)
 
@@ -166,17 +180,17 @@ def test_compiled_for_tpus_it_copies_no_pool(
 
 def items_of(slots: list[int], spec: PageSpec, num_rows: int) -> list[dict[str, int]]:
     meta = PagedMetadata(
-        page_table=jnp.zeros((num_rows, 1), jnp.int32),
-        kv_lens=jnp.zeros(num_rows, jnp.int32),
-        cu_q_lens=jnp.zeros(num_rows + 1, jnp.int32),
-        positions=jnp.zeros(len(slots), jnp.int32),
-        slot_mapping=jnp.asarray(slots, jnp.int32),
-        num_decode=jnp.int32(0),
-        num_seqs=jnp.int32(num_rows),
+        page_table=np.zeros((num_rows, 1), np.int32),
+        kv_lens=np.zeros(num_rows, np.int32),
+        cu_q_lens=np.zeros(num_rows + 1, np.int32),
+        positions=np.zeros(len(slots), np.int32),
+        slot_mapping=np.array(slots, np.int32),
+        num_decode=np.int32(0),
+        num_seqs=np.int32(num_rows),
     )
-    work = plan_write(meta, spec)
+    work = plan_once(jax.device_put(meta), spec)
     names = ("page", "first", "groups", "lo", "hi", "source", "lane")
-    fields = np.asarray(work.items).reshape(plan.NUM_FIELDS, -1)[:, : int(work.bounds[-2])]
+    fields = np.asarray(work.items).reshape(plan.NUM_FIELDS, -1)[:, : np.asarray(work.bounds)[-2]]
     return [dict(zip(names, item, strict=True)) for item in fields.T.tolist()]
 
 
