@@ -233,13 +233,14 @@ def query_layout(n: int, head_dim: int):
     return plgpu.Layout.WG_STRIDED((n * head_dim,), vec_size=math.gcd(8, n * head_dim // 128))
 
 
-def query_places(n: int, head_dim: int) -> list[tuple[ir.Value, ir.Value, int]]:
+def query_places(n: int, head_dim: int, *, anew: bool = False) -> list[tuple[ir.Value, ir.Value, int]]:
     """Where each of a thread's vectors of a tile's queries [N, D] lies: row, column, and so many rows further on.
 
-    These are multiples of 8, so that a place in swizzled tiles differs by a constant, and few addresses are held.
+    These are multiples of 8, so that a place in swizzled tiles differs by a constant, and few addresses are held; with
+    `anew`, as in `combine_gpu.thread_index`, none.
     """
     width, tile = query_layout(n, head_dim).to_mgpu().vec_size, 8 * head_dim
-    thread, count = ends.thread_index(), n * head_dim // (128 * width)
+    thread, count = ends.thread_index(anew=anew), n * head_dim // (128 * width)
     period = tile // math.gcd(tile, 128 * width)
     places = []
     for i in range(min(period, count)):
@@ -270,14 +271,14 @@ def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim:
     return load(q_ref, token, head, live_rows)
 
 
-def put_queries(q, q_smem, *, n: int, head_dim: int, transforms) -> None:
+def put_queries(q, q_smem, *, n: int, head_dim: int, transforms, anew: bool = False) -> None:
     """Stores a tile's queries [N, D] where the matrix instruction reads them."""
     layout = query_layout(n, head_dim)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(transforms)))
     def put(_, q, ref):
-        width = layout.to_mgpu().vec_size
-        for (row, column, further), register in zip(query_places(n, head_dim), q.registers.flat, strict=True):
+        width, places = layout.to_mgpu().vec_size, query_places(n, head_dim, anew=anew)
+        for (row, column, further), register in zip(places, q.registers.flat, strict=True):
             put_bytes(register, ref, swizzled(row, column, head_dim), 2 * width, further=2 * head_dim * further)
 
     put(q, q_smem)
@@ -387,7 +388,7 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         )
 
     def put_tile_queries(q):
-        put_queries(q, q_smem, n=n, head_dim=head_dim, transforms=transforms)
+        put_queries(q, q_smem, n=n, head_dim=head_dim, transforms=transforms, anew=n > NARROW_ROWS)
 
     def scores(s_ref, stage):
         plgpu.wgmma(s_ref, call.keys(tiles, stage), q_smem.T)

@@ -20,7 +20,7 @@ def test_queries_lie_where_the_swizzle_says(monkeypatch: pytest.MonkeyPatch, n: 
     width = layout.vec_size
     with building():
         for thread in _THREADS:
-            monkeypatch.setattr(ends, "thread_index", lambda thread=thread: ends.i32(thread))
+            monkeypatch.setattr(ends, "thread_index", lambda anew=False, thread=thread: ends.i32(thread))
             for i, (row, column, further) in enumerate(query_places(n, head_dim)):
                 value = (thread + 128 * i) * width
                 assert (value_of(row) + further, value_of(column)) == divmod(value, head_dim)
