@@ -38,18 +38,10 @@ def f32(x: float) -> ir.Value:
     return utils.c(x, ir.F32Type.get())
 
 
-def thread_index(*, anew: bool = False) -> ir.Value:
-    """The thread's number in its warpgroup.
-
-    With `anew` it is read where it stands, and what is computed from it is computed there each time. What depends on
-    threads alone is otherwise computed once, ahead of all loops, and takes registers throughout.
-    """
+def thread_index() -> ir.Value:
+    """The thread's number in its warpgroup."""
     ty = ir.IntegerType.get_signless(32)
-    if anew:
-        thread = utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=ty, has_side_effects=True)
-    else:
-        thread = arith.index_cast(ty, gpu.thread_id(gpu.Dimension.x))
-    return arith.remui(thread, i32(_THREADS))
+    return arith.remui(arith.index_cast(ty, gpu.thread_id(gpu.Dimension.x)), i32(_THREADS))
 
 
 def scalar_of(x: mgpu.FragmentedArray) -> ir.Value:
@@ -109,10 +101,9 @@ def query_of(row: ir.Value, token: ir.Value, head: ir.Value, group: int) -> list
     return [arith.addi(token, nth), arith.addi(arith.muli(head, i32(group)), in_group)]
 
 
-def own_rows(*, anew: bool = False) -> tuple[list[ir.Value], ir.Value]:
+def own_rows() -> tuple[list[ir.Value], ir.Value]:
     """The two rows of a 64-row product that a thread holds a part of, and its first column in each 8."""
-    thread = thread_index(anew=anew)
-    lane, warp = arith.remui(thread, i32(32)), arith.divui(thread, i32(32))
+    lane, warp = arith.remui(thread_index(), i32(32)), arith.divui(thread_index(), i32(32))
     row = arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
     column = arith.muli(arith.remui(lane, i32(4)), i32(2))
     return [row, arith.addi(row, i32(8))], column

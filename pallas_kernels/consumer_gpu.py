@@ -21,16 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, vector
 
 from . import combine_gpu as ends
 from . import gpu_plan as plan
-from .tuning import NARROW_ROWS, GPUBlocks
+from .tuning import GPUBlocks
 from .xla import AttentionOptions
 
 LOG2E = math.log2(math.e)
@@ -186,7 +183,7 @@ class Kind:
       state: (acc, top, total) before the first block.
       load_queries: (piece) -> array of the tile's queries, in registers.
       put_queries: (array) -> None, to shared memory.
-      scores: (accumulator, stage) -> None, issues S.
+      scores: (accumulator, stage) -> None, issues S; or the scales of the block's keys and values.
       softmax: (scores, acc, top, total, scales of values) -> (acc, top, total, weights); it scales acc to the new
         maximum.
       values: (accumulator, weights, stage or loaded values) -> None, issues O += P V.
@@ -195,7 +192,6 @@ class Kind:
       hide_unseen: (piece, first KV token, stage) -> None, zeroes V in slots that no query may see; `None` if all
         queries see all slots.
       load_values: (stage) -> array of V, in registers; `None` if V is read from shared memory, and so K.
-      load_scales: (stage) -> scales of the block's keys and of its values; `None` if they have none.
       look_ahead: (piece) -> `ahead`, what `finish` needs and is asked for before the first block; `None` for nothing.
     """
 
@@ -210,7 +206,6 @@ class Kind:
     finish: Callable
     hide_unseen: Callable | None
     load_values: Callable | None = None
-    load_scales: Callable | None = None
     look_ahead: Callable | None = None
 
 
@@ -218,40 +213,6 @@ def positions(shape: tuple[int, int], axis: int, first: jax.Array, group: int = 
     """Positions along an axis, `group` neighbours sharing one."""
     n = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
     return (lax.div(n, jnp.full_like(n, group)) if group > 1 else n) + first
-
-
-def mask_columns(s, kv: jax.Array, position: jax.Array, *, group: int, window: int | None):
-    """Scores [64 keys, N] with -inf where a query may not see a key.
-
-    One score after the other, from the thread's number on: few blocks need it, and all pay for what is held.
-    """
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, scalar, scalar), return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA)
-    )
-    def mask(_, s, kv, position):
-        kv, position = ends.scalar_of(kv), ends.scalar_of(position)
-        rows, column = ends.own_rows(anew=True)
-        keys, hidden = [arith.addi(row, kv) for row in rows], ends.f32(-math.inf)
-        pairs = ends.halves(s)
-        out = np.empty(pairs.shape, dtype=object)
-        for i, of_keys in enumerate(pairs):
-            masked: list[list[Any]] = [[], []]
-            for which in range(2):
-                query = arith.divui(arith.addi(column, ends.i32(8 * i + which)), ends.i32(group))
-                query = arith.addi(query, position)
-                for half, (key, pair) in enumerate(zip(keys, of_keys, strict=True)):
-                    unseen = ends.less(query, key)
-                    if window is not None:
-                        unseen = arith.ori(unseen, ends.less(key, arith.subi(query, ends.i32(window - 1))))
-                    score = vector.extract(pair, dynamic_position=[], static_position=[which])
-                    masked[half].append(arith.select(unseen, hidden, score))
-            for half, values in enumerate(masked):
-                out[i, half] = vector.from_elements(of_keys[half].type, values)
-        return mgpu.FragmentedArray(_registers=out.reshape(s.registers.shape), _layout=s.layout, _is_signed=None)
-
-    return mask(s, kv, position)
 
 
 def hide_unseen_values(call: Call, tiles: Tiles, piece: Piece, kv: jax.Array, stage: jax.Array) -> None:
@@ -290,8 +251,6 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
 
     def mask(kind, s, piece, kv):
         """Scores of keys that a query may not see become -inf: those after it, and those that its window has left."""
-        if kind.keys_axis == 0 and s.shape[1] > NARROW_ROWS:
-            return mask_columns(s, kv, piece.position, group=group, window=window)
         keys = positions(s.shape, kind.keys_axis, kv)
         queries = positions(s.shape, 1 - kind.keys_axis, piece.position, group)
         seen = keys <= queries
@@ -302,10 +261,7 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
     def issue_scores(kind, s_ref, step):
         stage = lax.rem(step, stages)
         plgpu.barrier_wait(tiles.full.at[me * stages + stage])
-        kind.scores(s_ref, stage)
-
-    def load_scales(kind, step):
-        return None if kind.load_scales is None else kind.load_scales(lax.rem(step, stages))
+        return kind.scores(s_ref, stage)
 
     def attend_to(kind, piece, s, scales, kv, step, state, *, issued=False):
         stage = lax.rem(step, stages)
@@ -341,25 +297,23 @@ def consume(call: Call, refs: Refs, tiles: Tiles, kind: Kind, shared: Kind | Non
         plgpu.commit_smem()
 
         def first_scores(s_ref):
-            issue_scores(kind, s_ref, step)
-            return s_ref[...]
+            scales = issue_scores(kind, s_ref, step)
+            return s_ref[...], scales
 
         def kv_block(j, carry):
-            s, *state = carry
+            s, scales, *state = carry
 
             def overlapped(s_ref):
-                scales = load_scales(kind, step + j)  # they come while the next block's keys are loaded
-                issue_scores(kind, s_ref, step + j + 1)  # runs under the softmax of this block
+                next_scales = issue_scores(kind, s_ref, step + j + 1)  # runs under the softmax of this block
                 kv = piece.kv_start + j * bkv
                 new_state = attend_to(kind, piece, s, scales, kv, step + j, state, issued=True)
-                return s_ref[...], *new_state
+                return s_ref[...], next_scales, *new_state
 
             return pl.run_scoped(overlapped, plgpu.ACC(kind.score_shape, jnp.float32))
 
-        s = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
+        s, scales = pl.run_scoped(first_scores, plgpu.ACC(kind.score_shape, jnp.float32))
         last = piece.num_blocks - 1
-        s, *state = lax.fori_loop(0, last, kv_block, (s, *kind.state()))
-        scales = load_scales(kind, step + last)
+        s, scales, *state = lax.fori_loop(0, last, kv_block, (s, scales, *kind.state()))
         found = before_last()
         return attend_to(kind, piece, s, scales, piece.kv_start + last * bkv, step + last, state), found
 

@@ -28,7 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from . import combine_gpu as ends
-from .narrow_gpu import put_bytes, query_layout, query_places, swizzled
+from .narrow_gpu import put_bytes, query_layout, swizzled
 from .tuning import scale_box
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -92,13 +92,13 @@ def _pairs_apart(dtype) -> bool:
     return dtype == jnp.int8
 
 
-def _load_matrices(address: ir.Value, further: int, *, transposed: bool) -> list[ir.Value]:
-    """Four 8 x 8 matrices of 16 bits: a 32-bit word of each; a lane's address is that of row lane % 8 of lane / 8."""
+def _load_matrices(base: ir.Value, offset: ir.Value, *, transposed: bool) -> list[ir.Value]:
+    """Four 8 x 8 matrices of 16 bits: a 32-bit word of each; a lane's offset is that of row lane % 8 of lane / 8."""
     trans = ".trans" if transposed else ""
     return list(
         utils.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {further}];",
-            address,
+            f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+            arith.addi(base, offset),
             result_types=(_i32(),) * 4,
             has_side_effects=True,
             convergent=True,
@@ -123,17 +123,6 @@ def _unit_offset(group: ir.Value, row: ir.Value, unit: ir.Value, head_dim: int) 
     tile = arith.addi(arith.muli(group, i(2 * head_dim // width)), arith.divui(unit, i(units)))
     inside = arith.xori(arith.remui(unit, i(units)), arith.divui(row, i(128 // width)))
     return _sum(arith.muli(tile, i(8 * width)), arith.muli(row, i(width)), arith.muli(inside, i(16)))
-
-
-def _units_on(address: ir.Value, units: int, head_dim: int) -> tuple[ir.Value, int]:
-    """The address so many units after one that a `_unit_offset` leads to, and bytes to add to it.
-
-    Within a swizzled row the two must have no bit of their numbers in common: then the place is an address that is at
-    hand with a bit turned over, as tiles are aligned, and an address of its own is not held for each place.
-    """
-    width = _row_bytes(head_dim)
-    tiles, inside = divmod(units, width // 16)
-    return arith.xori(address, ends.i32(16 * inside)) if inside else address, 8 * width * tiles
 
 
 def _sum(*terms: ir.Value) -> ir.Value:
@@ -162,9 +151,9 @@ def load_keys(kv_smem, *, head_dim: int, dtype):
         group = arith.addi(arith.muli(warp, ends.i32(2)), arith.remui(matrix, ends.i32(2)))
         unit = arith.divui(matrix, ends.i32(2))
         registers = np.empty((head_dim // 16, 2, 2), dtype=object)  # by 16 of D, halves of them, and the two keys
-        address = arith.addi(base, _unit_offset(group, row, unit, head_dim))
         for first in range(0, head_dim // 16, 2):
-            words = _load_matrices(*_units_on(address, first, head_dim), transposed=False)
+            here = arith.addi(unit, ends.i32(first))
+            words = _load_matrices(base, _unit_offset(group, row, here, head_dim), transposed=False)
             for n, word in enumerate(words):
                 registers[first + n // 2, :, n % 2] = _convert(word, dtype, apart=False)
         return _array(registers, (_KEYS, head_dim))
@@ -191,15 +180,14 @@ def load_values(kv_smem, *, head_dim: int, dtype):
     def load(_, ref):
         base, (warp, matrix, row) = _base(ref), _lanes()
         registers = np.empty((rows // 64, _KEYS // 8, 2), dtype=object)  # by 64 of D, 8 keys, and the two rows
-        address = arith.addi(base, _unit_offset(matrix, row, warp, head_dim))
         for tile in range(rows // 64):
-            here, tiles_on = _units_on(address, head_dim // 16 + 4 * tile, head_dim)
+            unit = arith.addi(warp, ends.i32(4 * tile))
             if rows != head_dim:
-                unit = arith.minui(arith.addi(warp, ends.i32(4 * tile)), ends.i32(head_dim // 16 - 1))
-                unit = arith.addi(unit, ends.i32(head_dim // 16))
-                here, tiles_on = arith.addi(base, _unit_offset(matrix, row, unit, head_dim)), 0
+                unit = arith.minui(unit, ends.i32(head_dim // 16 - 1))
+            unit = arith.addi(unit, ends.i32(head_dim // 16))
             for first in range(0, _KEYS // 8, 4):
-                words = _load_matrices(here, tiles_on + first * 16 * head_dim, transposed=True)
+                group = arith.addi(matrix, ends.i32(first))
+                words = _load_matrices(base, _unit_offset(group, row, unit, head_dim), transposed=True)
                 for n, word in enumerate(words):
                     registers[tile, first + n] = _convert(word, dtype, apart=True)
         return _array(registers, (rows, _KEYS))
@@ -217,7 +205,10 @@ def put_queries(q, q_smem, *, n: int, head_dim: int, dtype, transforms) -> None:
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(transforms)))
     def put(_, q, ref):
         i, width = ends.i32, layout.to_mgpu().vec_size
-        for (row, first, further), register in zip(query_places(n, head_dim), q.registers.flat, strict=True):
+        for nth, register in enumerate(q.registers.flat):
+            value = arith.muli(arith.addi(ends.thread_index(), i(128 * nth)), i(width))
+            row = arith.divui(value, i(head_dim))
+            first = arith.subi(value, arith.muli(row, i(head_dim)))
             for which in range(width):
                 column = arith.addi(first, i(which))
                 in_16 = arith.remui(column, i(16))
@@ -228,7 +219,7 @@ def put_queries(q, q_smem, *, n: int, head_dim: int, dtype, transforms) -> None:
                     arith.muli(arith.remui(arith.divui(in_16, i(2)), i(2)), i(by_two)),
                 )
                 x = vector.extract(register, dynamic_position=[], static_position=[which])
-                put_bytes(x, ref, swizzled(row, place, head_dim), 2, further=2 * head_dim * further)
+                put_bytes(x, ref, swizzled(row, place, head_dim), 2)
 
     put(q, q_smem)
 
@@ -269,8 +260,7 @@ def zero_values(kv_smem, first_seen, end_seen, *, head_dim: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(page_transforms(head_dim)), _SCALAR, _SCALAR))
     def zero(_, ref, first_seen, end_seen):
         i = ends.i32
-        thread = ends.thread_index(anew=True)  # it is for few blocks
-        key, half = arith.divui(thread, i(2)), arith.remui(thread, i(2))
+        key, half = arith.divui(ends.thread_index(), i(2)), arith.remui(ends.thread_index(), i(2))
         group, row = arith.divui(key, i(8)), arith.remui(key, i(8))
         unseen = arith.ori(
             ends.less(key, ends.scalar_of(first_seen)), ends.less(arith.subi(ends.scalar_of(end_seen), i(1)), key)

@@ -36,9 +36,7 @@ from .tuning import fit_stages, scale_box
 from .wide_gpu import wide_kind
 
 _WARPS = 4  # of a warpgroup
-# Of a consumer's thread, by consumers of a block. One alone has all that a thread can have: 256 by 64 outputs, which
-# units of a shared prefix have, are half of that.
-_REGISTERS = {1: 256, 2: 232, 3: 152, 4: 104}
+_REGISTERS = {1: 240, 2: 232, 3: 152, 4: 104}  # of a consumer's thread, by consumers of a block
 _LOADING_REGISTERS = 40
 
 
@@ -206,7 +204,8 @@ def attend(
         tiles = Tiles(tuple(next(args) for _ in own), *args)
         wg = lax.axis_index("wg")
 
-        def compute():
+        @pl.when(wg < blocks.consumers)
+        def _():
             plgpu.set_max_registers(_REGISTERS[blocks.consumers], action="increase")
             own, shared = kind(kernel, refs, tiles), None
             if sharing:
@@ -214,12 +213,10 @@ def attend(
                 own = joining_kind(own, kernel, refs, tiles) if narrow else own
             consume(kernel, refs, tiles, own, shared)
 
-        def load():
+        @pl.when(wg == blocks.consumers)
+        def _():
             plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
             _produce(kernel, refs, tiles)
-
-        # One or the other: nothing that the loading warps need is kept for them while a consumer computes.
-        lax.cond(wg < blocks.consumers, compute, load)
 
     rings = blocks.consumers * blocks.stages
     copies = blocks.block_kv // box * (1 + len(copies_of_scales(box, page_size)) if quantized else 1)

@@ -13,9 +13,7 @@ holds keys r and r + 8 of a block, for queries c and c + 1 of each 8.
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import jax.numpy as jnp
@@ -30,7 +28,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from . import combine_gpu as ends
 from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, hide_unseen_values, unfinished
-from .tuning import NARROW_ROWS
 
 _SLACK = 8.0  # of scores above what is called their maximum: weights are at most 2^8, which any dtype holds
 WEIGHT_TRANSFORMS = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # of P in shared memory
@@ -48,32 +45,27 @@ def _pairs(x: mgpu.FragmentedArray) -> np.ndarray:
     return x.registers.reshape(-1, 2)
 
 
-def _over_lanes(values: Iterable[ir.Value], red: ir.Value, op) -> None:
-    """Reduces vectors of two queries over the keys of each warp, and leaves them to all threads: `_over_warps`."""
-    thread, index = ends.thread_index(), ir.IndexType.get()
+def _over_keys(values: list[ir.Value], red: ir.Value, op) -> list[ir.Value]:
+    """Reduces vectors of two queries over all keys: lanes, then warps; every thread gets the results."""
+    thread = ends.thread_index()
     lane, warp = arith.remui(thread, ends.i32(32)), arith.divui(thread, ends.i32(32))
-    for n, value in enumerate(values):  # one after the other, so that few are held
+    reduced = []
+    for value in values:
         for distance in (4, 8, 16):
             value = op(value, _shuffle(value, distance))
-        with utils.when(ends.less(lane, ends.i32(4))):
-            vector.store(value, red, [arith.index_cast(index, warp), _place(n)])
+        reduced.append(value)
+    index = ir.IndexType.get()
+    column = arith.muli(arith.remui(lane, ends.i32(4)), ends.i32(2))
+    at = lambda n: arith.index_cast(index, arith.addi(column, ends.i32(8 * n)))  # noqa: E731
+    with utils.when(ends.less(lane, ends.i32(4))):
+        for n, value in enumerate(reduced):
+            vector.store(value, red, [arith.index_cast(index, warp), at(n)])
     utils.warpgroup_barrier()
-
-
-def _over_warps(count: int, red: ir.Value, op) -> list[ir.Value]:
-    """So many vectors of two queries that `_over_lanes` has left, over all keys."""
-    pair, index = ir.VectorType.get((2,), ir.F32Type.get()), ir.IndexType.get()
-    found = []
-    for n in range(count):
-        parts = [vector.load(pair, red, [utils.c(w, index), _place(n)]) for w in range(4)]
-        found.append(op(op(parts[0], parts[1]), op(parts[2], parts[3])))
-    return found
-
-
-def _place(n: int) -> ir.Value:
-    """Where the thread's two of the n-th eight queries are."""
-    _, column = ends.own_rows()
-    return arith.index_cast(ir.IndexType.get(), arith.addi(column, ends.i32(8 * n)))
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    for n in range(len(reduced)):
+        parts = [vector.load(pair, red, [utils.c(w, index), at(n)]) for w in range(4)]
+        reduced[n] = op(op(parts[0], parts[1]), op(parts[2], parts[3]))
+    return reduced
 
 
 def _shuffle(pair: ir.Value, distance: int) -> ir.Value:
@@ -82,29 +74,23 @@ def _shuffle(pair: ir.Value, distance: int) -> ir.Value:
     return vector.from_elements(pair.type, parts)
 
 
-def column_max(s, top, red, n: int, *, between: Callable[[], None] | None = None):
-    """The new maxima of the queries, [64, N] with equal rows, from those before and a block's scores.
-
-    Args:
-      between: called when all threads have left their maxima, and none has read them.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
-    def leave(_, s, red):
-        _over_lanes((arith.maximumf(*pair) for pair in _pairs(s)), red, arith.maximumf)
+def column_max(s, top, red, n: int):
+    """The new maxima of the queries, [64, N] with equal rows, from those before and a block's scores."""
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA, plgpu.RefType()),
+        arg_types=(WGMMA, WGMMA, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=WGMMA),
     )
-    def read(_, top, red):
-        new = zip(_pairs(top)[:, 0], _over_warps(n // 8, red, arith.maximumf), strict=True)
-        return _array(np.repeat(np.array([arith.maximumf(*pair) for pair in new], dtype=object), 2), (64, n))
+    def reduce(_, s, top, red):
+        s, top = _pairs(s), _pairs(top)
+        local = [arith.maximumf(s[i, 0], s[i, 1]) for i in range(n // 8)]
+        new = _over_keys(local, red, arith.maximumf)
+        out = np.empty((n // 8, 2), dtype=object)
+        for i in range(n // 8):
+            out[i, 0] = out[i, 1] = arith.maximumf(top[i, 0], new[i])
+        return _array(out, (64, n))
 
-    leave(s, red)
-    if between is not None:
-        between()
-    return read(top, red)
+    return reduce(s, top, red)
 
 
 def outgrown(s, top, n: int):
@@ -133,36 +119,16 @@ def outgrown(s, top, n: int):
     return look(s, top)
 
 
-def thread_sum(x, n: int):
-    """The sum of a thread's two keys in both of their places, [64, N]: registers of one."""
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=WGMMA))
-    def add(_, x):
-        return _array(np.repeat(np.array([arith.addf(*pair) for pair in _pairs(x)], dtype=object), 2), (64, n))
-
-    return add(x)
-
-
-def one_row(x, n: int):
-    """[64, N] with equal rows, which the compiler does not see are equal: registers of one."""
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=WGMMA))
-    def take(_, x):
-        return _array(np.repeat(_pairs(x)[:, 0], 2), (64, n))
-
-    return take(x)
-
-
 def column_sum(total, red, n: int):
-    """Sums over all keys, [64, N] with equal rows, from `thread_sum`s."""
+    """Sums over all keys, [64, N] with equal rows."""
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=WGMMA),
     )
     def reduce(_, total, red):
-        _over_lanes(_pairs(total)[:, 0], red, arith.addf)
-        new = _over_warps(n // 8, red, arith.addf)
+        total = _pairs(total)
+        new = _over_keys([arith.addf(total[i, 0], total[i, 1]) for i in range(n // 8)], red, arith.addf)
         out = np.empty((n // 8, 2), dtype=object)
         for i in range(n // 8):
             out[i, 0] = out[i, 1] = new[i]
@@ -193,26 +159,9 @@ def swizzled(row: ir.Value, column: ir.Value, columns: int) -> ir.Value:
     return arith.addi(arith.addi(arith.muli(tile, i(16 * width)), arith.muli(row, i(2 * width))), inside)
 
 
-def put_bytes(value: ir.Value, ref: ir.Value, offset: ir.Value, alignment: int, further: int = 0) -> None:
-    """Stores at `offset`, and `further` from there: as part of the instruction, not in a register."""
-    byte = ir.IntegerType.get_signless(8)
-    pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], byte)
-    llvm.store(value, utils.getelementptr(pointer, [further], byte) if further else pointer, alignment=alignment)
-
-
-def weight_places(
-    query: ir.Value, key: ir.Value, n: int, columns: int
-) -> Iterator[tuple[int, int, int, ir.Value, int]]:
-    """Byte offsets of a thread's weights in tiles of so many columns, a multiple of 64: two addresses, and constants.
-
-    Of query `query + 8 * i + which` and key `key + 8 * half`: i, half, which, an offset, and so many bytes further on.
-    A thread's other key lies in the neighbouring unit of 16 bytes, and so does the next query, a row of 128 bytes on;
-    eight queries on, the swizzle is the same.
-    """
-    here = swizzled(query, key, columns)
-    neighbour = arith.xori(here, ends.i32(16))
-    for i, half, which in itertools.product(range(n // 8), range(2), range(2)):
-        yield i, half, which, here if half == which else neighbour, 16 * i * columns + 128 * which
+def put_bytes(value: ir.Value, ref: ir.Value, offset: ir.Value, alignment: int) -> None:
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], ir.IntegerType.get_signless(8))
+    llvm.store(value, pointer, alignment=alignment)
 
 
 def put_weights(p, p_smem, n: int, columns: int = 64) -> None:
@@ -220,34 +169,20 @@ def put_weights(p, p_smem, n: int, columns: int = 64) -> None:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(WEIGHT_TRANSFORMS)))
     def put(_, p, ref):
-        (key, _), query = ends.own_rows()
+        rows, column = ends.own_rows()
         pairs = _pairs(p)
-        for i, half, which, first, further in weight_places(query, key, n, columns):
-            value = vector.extract(pairs[i, half], dynamic_position=[], static_position=[which])
-            put_bytes(value, ref, first, 2, further=further)
+        for i in range(n // 8):
+            for half, key in enumerate(rows):
+                for which in range(2):
+                    query = arith.addi(column, ends.i32(8 * i + which))
+                    value = vector.extract(pairs[i, half], dynamic_position=[], static_position=[which])
+                    put_bytes(value, ref, swizzled(query, key, columns), 2)
 
     put(p, p_smem)
 
 
 def query_layout(n: int, head_dim: int):
     return plgpu.Layout.WG_STRIDED((n * head_dim,), vec_size=math.gcd(8, n * head_dim // 128))
-
-
-def query_places(n: int, head_dim: int, *, anew: bool = False) -> list[tuple[ir.Value, ir.Value, int]]:
-    """Where each of a thread's vectors of a tile's queries [N, D] lies: row, column, and so many rows further on.
-
-    These are multiples of 8, so that a place in swizzled tiles differs by a constant, and few addresses are held; with
-    `anew`, as in `combine_gpu.thread_index`, none.
-    """
-    width, tile = query_layout(n, head_dim).to_mgpu().vec_size, 8 * head_dim
-    thread, count = ends.thread_index(anew=anew), n * head_dim // (128 * width)
-    period = tile // math.gcd(tile, 128 * width)
-    places = []
-    for i in range(min(period, count)):
-        value = arith.muli(arith.addi(thread, ends.i32(128 * i)), ends.i32(width))
-        row = arith.divui(value, ends.i32(head_dim))
-        places.append((row, arith.subi(value, arith.muli(row, ends.i32(head_dim)))))
-    return [(*places[i % period], i // period * period * 128 * width // head_dim) for i in range(count)]
 
 
 def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim: int, dtype):
@@ -261,8 +196,10 @@ def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim:
     def load(_, ref, token, head, live_rows):
         width = layout.to_mgpu().vec_size
         registers = np.empty((n * head_dim // (128 * width),), dtype=object)
-        for i, (row, column, further) in enumerate(query_places(n, head_dim)):
-            row = arith.addi(row, ends.i32(further))
+        for i in range(registers.size):
+            value = arith.muli(arith.addi(ends.thread_index(), ends.i32(128 * i)), ends.i32(width))
+            row = arith.divui(value, ends.i32(head_dim))
+            column = arith.subi(value, arith.muli(row, ends.i32(head_dim)))
             row = arith.select(ends.less(row, ends.scalar_of(live_rows)), row, ends.i32(0))
             where = ends.query_of(row, ends.scalar_of(token), ends.scalar_of(head), group)
             registers[i] = ends.load_global(ref, [*where, column], width)
@@ -271,15 +208,18 @@ def load_queries(q_ref, token, head, live_rows, *, n: int, group: int, head_dim:
     return load(q_ref, token, head, live_rows)
 
 
-def put_queries(q, q_smem, *, n: int, head_dim: int, transforms, anew: bool = False) -> None:
+def put_queries(q, q_smem, *, n: int, head_dim: int, transforms) -> None:
     """Stores a tile's queries [N, D] where the matrix instruction reads them."""
     layout = query_layout(n, head_dim)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(transforms)))
     def put(_, q, ref):
-        width, places = layout.to_mgpu().vec_size, query_places(n, head_dim, anew=anew)
-        for (row, column, further), register in zip(places, q.registers.flat, strict=True):
-            put_bytes(register, ref, swizzled(row, column, head_dim), 2 * width, further=2 * head_dim * further)
+        width = layout.to_mgpu().vec_size
+        for i, register in enumerate(q.registers.flat):
+            value = arith.muli(arith.addi(ends.thread_index(), ends.i32(128 * i)), ends.i32(width))
+            row = arith.divui(value, ends.i32(head_dim))
+            column = arith.subi(value, arith.muli(row, ends.i32(head_dim)))
+            put_bytes(register, ref, swizzled(row, column, head_dim), 2 * width)
 
     put(q, q_smem)
 
@@ -292,7 +232,7 @@ def load_sinks(sinks_ref, head, *, n: int, group: int):
         return_type=plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=WGMMA),
     )
     def load(_, ref, head):
-        _, column = ends.own_rows(anew=n > NARROW_ROWS)
+        _, column = ends.own_rows()
         pair = ir.VectorType.get((2,), ir.F32Type.get())
         out = np.empty((n // 8, 2), dtype=object)
         for i in range(n // 8):
@@ -334,7 +274,7 @@ def store(out_ref, lse_ref, scalars, out, lse, *, group: int | None, adjacent: b
         out = args.pop(0)
         head_dim, n = out.shape
         registers = out.registers.reshape(head_dim // 64, n // 8, 2)
-        rows, column = ends.own_rows(anew=n > NARROW_ROWS)
+        rows, column = ends.own_rows()
         in_16 = arith.remui(rows[0], ends.i32(16))
         first_of_pair = arith.addi(rows[0], in_16)  # 16 * warp + 2r
         element, width = ir.MemRefType(ref.type).element_type, ir.MemRefType(ref.type).shape[-1]
@@ -388,7 +328,7 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         )
 
     def put_tile_queries(q):
-        put_queries(q, q_smem, n=n, head_dim=head_dim, transforms=transforms, anew=n > NARROW_ROWS)
+        put_queries(q, q_smem, n=n, head_dim=head_dim, transforms=transforms)
 
     def scores(s_ref, stage):
         plgpu.wgmma(s_ref, call.keys(tiles, stage), q_smem.T)
@@ -401,12 +341,11 @@ def narrow_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
 
         # A maximum over all warps takes longer than to see that it is not needed, as in most blocks but the first.
         acc, top, total = lax.cond(outgrown(s, top, n) > 0, raise_top, lambda *state: state, acc, top, total)
-        top = one_row(top, n)
         p = jnp.exp2(s - top)
         put_weights(p.astype(call.dtype), p_smem, n, weight_columns)
         plgpu.commit_smem()
         # A thread adds up its own keys; the sum over all is made once, at the end.
-        return acc, top, total + thread_sum(p, n), None
+        return acc, top, total + p, None
 
     def values(acc_ref, _, stage):
         plgpu.wgmma(acc_ref, call.values(tiles, stage).T, p_smem.T)

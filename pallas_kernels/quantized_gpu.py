@@ -11,8 +11,6 @@ the softmax takes the scale out again. Weights are up to 2^15, nearly the larges
 lost only if it is below 2^-39 of the largest, and a hundred thousand of those are nothing.
 """
 
-from functools import partial
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -22,7 +20,6 @@ from . import convert_gpu as convert
 from . import narrow_gpu as narrow
 from .consumer_gpu import LOG2E, LOWEST, WGMMA, Call, Kind, Refs, Tiles, finished, unfinished
 
-_MOST_OUTPUTS = 64 * 64  # of a tile: more do not leave registers for the keys of the next block
 _HEADROOM = 15.0  # the largest weight's logarithm to base 2; the largest float16's is 16
 
 
@@ -34,9 +31,6 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
     n, head_dim, group, transforms = call.rows, call.head_dim, call.group, call.transforms
     bkv, dtype = call.blocks.block_kv, call.page_dtype
     shape, value_rows = (bkv, n), convert.value_rows(head_dim)
-    # Keys are in registers while the next scores are computed. Beside many outputs these are too few where the weights
-    # are computed as well, so the product ends before: under the reduction, and not under the exponentials too.
-    free_keys = partial(plgpu.wgmma_wait, 0) if n * head_dim > _MOST_OUTPUTS else None
 
     def state():
         acc = plgpu.layout_cast(jnp.zeros((value_rows, n), jnp.float32), WGMMA)
@@ -54,10 +48,9 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
 
     def scores(s_ref, stage):
         k = convert.load_keys(tiles.kv.at[me, stage], head_dim=head_dim, dtype=dtype)
+        scales = convert.load_scales(scales_smem.at[me, stage], box=call.box, page_size=call.page_size)
         plgpu.wgmma(s_ref, k, q_smem.T)
-
-    def load_scales(stage):
-        return convert.load_scales(scales_smem.at[me, stage], box=call.box, page_size=call.page_size)
+        return scales
 
     def hide_unseen(piece, kv, stage):
         if dtype == jnp.int8:
@@ -82,14 +75,13 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
         hidden = s == -jnp.inf  # the scale of a slot that nobody sees may be NaN
         s = jnp.where(hidden, s, s + over(jnp.log2(scales)))
         # All that is called top is this much below the maximum: the sum is larger by as much, and both agree.
-        new_top = narrow.column_max(s - _HEADROOM, top, red, n, between=free_keys)
+        new_top = narrow.column_max(s - _HEADROOM, top, red, n)
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - new_top)
         narrow.put_weights(p.astype(jnp.float16), p_smem, n)
         plgpu.commit_smem()
-        # A thread adds up its own keys; the sum over all is made once, at the end. What is hidden has a weight of 0.
-        seen = jnp.where(p == 0, p, p * over(1.0 / scales))
-        total = total * decay + narrow.thread_sum(seen, n)
+        # A thread adds up its own keys; the sum over all is made once, at the end.
+        total = total * decay + jnp.where(hidden, jnp.zeros_like(p), p * over(1.0 / scales))
         return acc * narrow.as_rows(decay, value_rows, n), new_top, total, None
 
     def values(acc_ref, _, v):
@@ -113,17 +105,4 @@ def quantized_kind(call: Call, refs: Refs, tiles: Tiles) -> Kind:
             where = piece.slot, piece.head, live_rows
             narrow.store(refs.part, refs.part_lse, where, out, lse, group=None, adjacent=True)
 
-    return Kind(
-        keys_axis=0,
-        score_shape=shape,
-        state=state,
-        load_queries=load_queries,
-        put_queries=put_queries,
-        scores=scores,
-        softmax=softmax,
-        values=values,
-        finish=finish,
-        hide_unseen=hide_unseen,
-        load_values=load_values,
-        load_scales=load_scales,
-    )
+    return Kind(0, shape, state, load_queries, put_queries, scores, softmax, values, finish, hide_unseen, load_values)

@@ -21,8 +21,6 @@ KNOWN_SPILLS: Final[dict[tuple[str, str], int]] = {
     ("paged_attention_decode", "fused head_dim_256"): 148,
     ("paged_attention_decode", "prefill head_dim_256"): 148,
     ("paged_attention_decode", "shared head_dim_256"): 148,
-    # Pages that do not divide a tile, so that more of their ids are held.
-    ("paged_attention_prefill", "prefill page_of_24"): 96,
     # A register.
     ("paged_attention_decode", "decode mixed"): 8,
     ("paged_attention_decode", "decode everything"): 8,
