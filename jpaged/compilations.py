@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jax._src.config import persistent_cache_min_compile_time_secs as _jax_keeps_from_s  # no public name is of a thread
 from jax.extend.mlir import ir
 
 from jpaged.program_store import ProgramStore
@@ -115,10 +114,19 @@ def _hide_from_jax(lowered: jax.stages.Lowered) -> None:
         module.operation.attributes["jpaged.compiled"] = ir.StringAttr.get(uuid.uuid4().hex)
 
 
+def _jax_keeps_nothing() -> contextlib.AbstractContextManager:
+    """For this thread: nobody would read in jax's own cache what the store has."""
+    try:  # the public name of the setting is for all threads
+        from jax._src.config import persistent_cache_min_compile_time_secs as jax_keeps_from_s
+    except ImportError:  # another jax: it keeps a second copy
+        return contextlib.nullcontext()
+    return jax_keeps_from_s(math.inf)
+
+
 def _compile(lowered: jax.stages.Lowered, key: Hashable, store: ProgramStore | None) -> Callable:
     if store is None:
         return lowered.compile()
-    with _jax_keeps_from_s(math.inf):  # nobody would read there what the store has
+    with _jax_keeps_nothing():
         executable = lowered.compile()
     store.save(key, executable)
     return executable

@@ -1,6 +1,7 @@
 """`CompletionBuilder`: one sequence's tokens -> text, stop strings, log-probabilities -> `Completion`."""
 
 import math
+from collections.abc import Iterable
 
 from jpaged.delta import Delta
 from jpaged.errors import RequestError
@@ -8,6 +9,17 @@ from jpaged.incremental_decoder import IncrementalDecoder
 from jpaged.request import Completion, TokenLogprobs
 from jpaged.sequence import Sequence
 from jpaged.tokenizer import Tokenizer
+
+
+def text_of(decoder: IncrementalDecoder, token_ids: Iterable[int]) -> str:
+    """What the next tokens add to a text. Models pad their vocabulary to round sizes: such an id has no text."""
+    token_ids = tuple(token_ids)
+    try:
+        return decoder.add_all(token_ids)
+    except RequestError:
+        if len(token_ids) == 1:
+            return ""
+        return "".join(text_of(decoder, (token_id,)) for token_id in token_ids)
 
 
 class CompletionBuilder:
@@ -64,7 +76,7 @@ class CompletionBuilder:
         try:
             piece = self._decoder.add(token_id)
         except RequestError:
-            return None  # models pad their vocabulary to round sizes: such an id has no text
+            return None  # as in `text_of`
         return self._append(piece)
 
     @property
@@ -91,17 +103,8 @@ class CompletionBuilder:
         self._cumulative_logprob = None
         if self._decoder is not None:
             ends = self._seq.finish_reason == "stop" and not self._keeps_stops
-            self._text += self._text_of(self._decoder, tokens[first:-1] if ends else tokens[first:])
+            self._text += text_of(self._decoder, tokens[first:-1] if ends else tokens[first:])
             self._visible_end = len(self._text)
-
-    def _text_of(self, decoder: IncrementalDecoder, token_ids: list[int]) -> str:
-        """What the next tokens add to the text."""
-        try:
-            return decoder.add_all(token_ids)
-        except RequestError:  # as above
-            if len(token_ids) == 1:
-                return ""
-            return "".join(self._text_of(decoder, [token_id]) for token_id in token_ids)
 
     def _append(self, piece: str) -> str | None:
         before = len(self._text)

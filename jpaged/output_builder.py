@@ -1,8 +1,9 @@
 """`OutputBuilder`: what the sequences of a request produce -> `Output`."""
 
 from jpaged.beam_search import BeamSearch, Hypothesis
-from jpaged.completion_builder import CompletionBuilder
+from jpaged.completion_builder import CompletionBuilder, text_of
 from jpaged.delta import Delta
+from jpaged.incremental_decoder import IncrementalDecoder
 from jpaged.request import Completion, Output, TokenLogprobs
 from jpaged.sequence import Sequence, SequenceGroup
 from jpaged.timing import RequestTiming
@@ -105,7 +106,8 @@ class OutputBuilder:
         if self._tokenizer is not None:
             keep = found.stop_token is None or params.include_stop_str_in_output
             shown = found.token_ids if keep else found.token_ids[:-1]
-            text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            decoder = IncrementalDecoder(self._tokenizer, params.skip_special_tokens)
+            text = text_of(decoder, shown) + decoder.finish()
         return Completion(
             index=index,
             text=text,

@@ -58,7 +58,7 @@ class ProgramStore:
       folder: made with the first program.
       key: stands for all that the programs depend on; see `program_key`.
       device: the `jax.Device` that they run on.
-      max_bytes: of all files in the folder.
+      max_bytes: of all programs in the folder.
 
     Example:
       >>> import tempfile
@@ -115,16 +115,20 @@ class ProgramStore:
         return self._folder / (hashlib.sha256(f"{self._key} {name!r}".encode()).hexdigest() + _SUFFIX)
 
     def _make_room(self, needed: int) -> None:
-        """Deletes what was used longest ago, and what writers that were killed left behind."""
-        files = []
+        """Deletes what was used longest ago, and what writers that were killed left behind.
+
+        What another process may still be writing is neither counted nor deleted: it counts once it is whole.
+        """
+        files, now = [], time.time()
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process deletes, too
-                if path.suffix in (_SUFFIX, _PARTIAL):
+                if path.suffix == _SUFFIX:
                     files.append((path.stat().st_mtime, path.stat().st_size, path))
-        total, now = needed + sum(size for _, size, _ in files), time.time()
-        for used, size, path in sorted(files):
-            # Another process may be writing what is partial, unless it is old.
-            if now - used > _LEFT_BEHIND_S if path.suffix == _PARTIAL else total > self._max_bytes:
+                elif path.suffix == _PARTIAL and now - path.stat().st_mtime > _LEFT_BEHIND_S:
+                    path.unlink()
+        total = needed + sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total > self._max_bytes:
                 path.unlink(missing_ok=True)
                 total -= size
 

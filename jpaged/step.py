@@ -250,7 +250,7 @@ class StepRunner:
         programs = [one for one in programs if one not in self._executables]
         if programs and self._warm and self._recompile == "error":
             raise RecompileError(
-                f"{', '.join(map(str, programs))} was not compiled at start; have {list(map(str, self._executables))}"
+                f"not compiled at start: {', '.join(map(str, programs))}; have {list(map(str, self._executables))}"
             )
 
         def begin(program: Program) -> None:

@@ -136,6 +136,10 @@ class TestBeamSearch:
         output = self.searched(stops=(stop,), stop_token_ids=[stop]).output()
         assert (output.text, output.stop_reason) == ("b", stop)
 
+    def test_an_id_that_pads_the_vocabulary_has_no_text(self):
+        builder = self.searched(stops=(TOKENIZER.vocab_size + 7,), include_stop_str_in_output=True)
+        assert [completion.text for completion in builder.output().completions] == ["b", "abc"]
+
     def test_without_a_tokenizer_there_is_no_text(self):
         assert [completion.text for completion in self.searched(tokenizer=None).output().completions] == ["", ""]
 

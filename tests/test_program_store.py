@@ -149,6 +149,17 @@ def test_what_killed_writers_left_behind_goes_too(tmp_path, program):
     assert [path.exists() for path in (left, fresh, foreign)] == [False, True, True]
 
 
+def test_what_another_process_may_still_write_drives_nothing_out(tmp_path, program):
+    store = make_store(tmp_path)
+    store.save(0, program)
+    size = files(tmp_path)[0].stat().st_size
+    (tmp_path / "programs" / "large.partial").write_bytes(bytes(20 * size))
+    store = make_store(tmp_path, max_bytes=10 * size)
+    for name in (1, 2):
+        store.save(name, program)
+    assert [store.load(name) is not None for name in range(3)] == [True] * 3
+
+
 def test_writers_at_once_leave_whole_files_alone(tmp_path, program):
     def use(index: int) -> bool:
         store = make_store(tmp_path)
