@@ -5,7 +5,7 @@ ever are closed here: to send no request at all, to send one's head byte by byte
 of an answer.
 
 Many connections that open, or begin a request, at once wait in line: a few a turn of the event loop are let in. Who
-only looks (GET: `/health`, `/metrics`) goes past it.
+only looks (GET: `/health`, `/metrics`) goes past it. The time in which what has come waits there is not the client's.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ class Connection(asyncio.Protocol):
     Args:
       inner: makes uvicorn's protocol, given the rest of the arguments by name.
       turnstile: of all connections.
-      request_timeout_s: for the head of a request to come, from the connection's begin or the last answer's end.
+      request_timeout_s: for the head of a request to come, from the connection's begin or the last answer's end; not
+        counted while the connection's turn to be read has not come.
       send_timeout_s: for a client to read anything of what fills the buffers; then it counts as gone.
       app_state: of the application; this connection goes with it, into the scopes of its requests.
       given: what uvicorn gives a protocol.
@@ -53,6 +54,7 @@ class Connection(asyncio.Protocol):
         self._send_timeout_s = send_timeout_s
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.TimerHandle | None = None  # for a request
+        self._left_s = 0.0  # of the time for it, while it is in line
         self._blocked: asyncio.TimerHandle | None = None  # by a client that does not read
         self._num_served = 0
         self._head_bytes = 0
@@ -96,6 +98,9 @@ class Connection(asyncio.Protocol):
         if self._in_line and self._held and self._transport is not None and not self._transport.is_closing():
             self._is_paused = True
             self._transport.pause_reading()  # what else it sends stays with the client
+            if self._waiting is not None:
+                self._left_s = max(self._waiting.when() - asyncio.get_running_loop().time(), 0.0)
+                self._waiting = _stopped(self._waiting)
 
     def _let_in(self) -> None:
         """Its turn has come, or comes before the others'; then there is nothing to do when it comes again."""
@@ -108,6 +113,8 @@ class Connection(asyncio.Protocol):
             self._inner.connection_made(transport)
         if is_paused:
             transport.resume_reading()
+            if self._waiting is None:
+                self._await_request(self._left_s)
         if held:
             self._feed(held)
 
@@ -131,10 +138,11 @@ class Connection(asyncio.Protocol):
         self._blocked = _stopped(self._blocked)
         self._inner.resume_writing()
 
-    def _await_request(self) -> None:
+    def _await_request(self, limit_s: float | None = None) -> None:
         if self._transport is not None and not self._num_served:
+            limit_s = self._request_timeout_s if limit_s is None else limit_s
             given = (self._await_request, "sends no whole request", self._transport.get_write_buffer_size())
-            self._waiting = asyncio.get_running_loop().call_later(self._request_timeout_s, self._give_up, *given)
+            self._waiting = asyncio.get_running_loop().call_later(limit_s, self._give_up, *given)
 
     def _await_reader(self) -> None:
         if self._transport is not None:

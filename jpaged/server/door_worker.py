@@ -13,9 +13,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jpaged.server.api_error import ApiError
+from jpaged.server.body import ClientLeftError
 from jpaged.server.parameters import Endpoint, Limits
 from jpaged.tokenizer import Tokenizer
 
@@ -25,8 +26,21 @@ _TOO_MUCH_MEMORY: Final = "reading the request takes too much memory; make it sm
 _MORE_BYTES: Final = 4 * 2**30  # of address space, for what it reads
 
 
+class _Running(NamedTuple):
+    """The process, and the link to it."""
+
+    process: BaseProcess
+    link: Connection
+
+    def end(self) -> None:
+        self.link.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
 class DoorWorker:
-    """Runs one call at a time. Started by the first one, and again after one that took too long.
+    """Runs one call at a time. Started by the first one, and again after one that took too long or was given up.
 
     Args:
       tokenizer, limits: see `Door`.
@@ -37,21 +51,27 @@ class DoorWorker:
         # Now, and not when the process starts: a large vocabulary takes a while, in which nothing else runs.
         self._arguments = (pickle.dumps(tokenizer), limits)
         self._timeout_s = timeout_s
-        self._process: BaseProcess | None = None
-        self._link: Connection | None = None
-        self._lock = threading.Lock()  # of the process, and of whose body it reads
-        self._body: bytes | None = None
+        self._lock = threading.Lock()  # of what follows
+        self._running: _Running | None = None
+        self._killed: _Running | None = None  # for the call that it was killed under to clean up
+        self._left: threading.Event | None = None  # of the call that runs
 
-    def read(self, endpoint: Endpoint, body: bytes) -> Any:
+    def read(self, endpoint: Endpoint, body: bytes, left: threading.Event | None = None) -> Any:
         """As `Door.read`. Blocks; called by one thread at a time.
+
+        Args:
+          endpoint, body: see `Door.read`.
+          left: this call's own, for `give_up`.
 
         Raises:
           ApiError: 400: it is refused, or takes too long or too much memory; 503: the process ended.
+          ClientLeftError: it was given up.
         """
+        left = threading.Event() if left is None else left
         with self._lock:
-            self._body = body
+            self._left = left
         try:
-            link = self._started()
+            link = self._started(left)
             link.send(endpoint)
             link.send_bytes(body)
             if not link.poll(self._timeout_s):
@@ -59,23 +79,36 @@ class DoorWorker:
                 raise ApiError(400, f"reading the request takes longer than {self._timeout_s:g} s; make it smaller")
             answer = link.recv()
         except (EOFError, OSError):
-            raise self._ended() from None
+            raise self._ended(left) from None
         finally:
             with self._lock:
-                self._body = None
+                self._left = None
+                killed, self._killed = self._killed, None
+            if killed is not None:
+                killed.end()
         if isinstance(answer, ApiError):
             raise answer
         return answer
 
-    def give_up(self, body: bytes) -> None:
-        """Nobody waits for this very body any more: if it is being read, in another thread, `read` ends at once."""
-        with self._lock:
-            if self._body is body and self._process is not None:
-                self._process.kill()
+    def give_up(self, left: threading.Event) -> None:
+        """Nobody waits any more for the call that was or will be given `left`: it ends at once, whatever it is at.
 
-    def _started(self) -> Connection:
-        if self._process is not None and self._process.is_alive() and self._link is not None:
-            return self._link
+        Does not block. The call is another thread's, which may be about to begin it, be starting the process for it,
+        or have its answer already. The process is no longer there for the next call as soon as it is killed.
+        """
+        with self._lock:
+            left.set()
+            if self._left is left and self._running is not None:
+                self._running.process.kill()
+                self._killed, self._running = self._running, None
+
+    def _started(self, left: threading.Event) -> Connection:
+        with self._lock:  # whoever gives up before sees no process to kill, and whoever does later kills it
+            if left.is_set():
+                raise ClientLeftError
+            running = self._running
+        if running is not None and running.process.is_alive():
+            return running.link
         self.close()
         context = multiprocessing.get_context("spawn")  # a fork would copy the locks of the server's threads
         ours, theirs = context.Pipe()
@@ -83,34 +116,40 @@ class DoorWorker:
         process.start()
         theirs.close()
         with self._lock:
-            self._process, self._link = process, ours
+            self._running = _Running(process, ours)
+        if left.is_set():
+            self.close()
+            raise ClientLeftError
         if not ours.poll(_START_S):
             self.close()
             raise ApiError(503, "the process that reads large requests does not start", retry_after_s=5)
         ours.recv()
         return ours
 
-    def _ended(self) -> ApiError:
+    def _ended(self, left: threading.Event) -> Exception:
         """What is told of a process that ended while it read; without memory the tokenizer, in Rust, aborts."""
-        aborted = False
-        if self._process is not None:
-            self._process.join(_END_S)
-            aborted = self._process.exitcode == -signal.SIGABRT
-        self.close()
+        running, aborted = self._taken(), False
+        if running is not None:
+            running.process.join(_END_S)
+            aborted = running.process.exitcode == -signal.SIGABRT
+            running.end()
+        if left.is_set():
+            return ClientLeftError()
         if aborted:
             return ApiError(400, _TOO_MUCH_MEMORY)
         return ApiError(503, "the process that reads large requests ended; try again", retry_after_s=1)
 
+    def _taken(self) -> _Running | None:
+        """The process, which is no longer this object's: nobody else ends it."""
+        with self._lock:
+            running, self._running = self._running, None
+        return running
+
     def close(self) -> None:
         """Ends the process."""
-        with self._lock:
-            process, link, self._process, self._link = self._process, self._link, None, None
-        if link is not None:
-            link.close()
-        if process is not None:
-            process.kill()
-            process.join()
-            process.close()
+        running = self._taken()
+        if running is not None:
+            running.end()
 
 
 def _serve(link: Connection, tokenizer: bytes, limits: Limits) -> None:

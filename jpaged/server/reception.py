@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -64,10 +65,12 @@ class Reception:
             self._bodies.release(len(body))
 
     async def _read_elsewhere(self, endpoint: Endpoint, body: bytes) -> Any:
+        left = threading.Event()
+        read = functools.partial(self._worker.read, left=left)
         try:
-            return await self._in_thread(self._large, self._worker.read, endpoint, body)
+            return await self._in_thread(self._large, read, endpoint, body)
         except asyncio.CancelledError:  # nobody waits for it, and others may
-            self._worker.give_up(body)
+            self._worker.give_up(left)
             raise
 
     async def _in_thread(self, threads: ThreadPoolExecutor, read: Any, endpoint: Endpoint, body: bytes) -> Any:

@@ -4,31 +4,37 @@
     python -m scripts.serving.retake --only soak,flood      some of them
     python -m scripts.serving.retake --short ...            every part for a moment, to see that it runs; keeps nothing
 
-Keep the machine to itself meanwhile: others' load is in the times. Records and pictures replace those in docs/ at the
-end, all together, so that each of them is of the commit and not of a tree that the one before has changed. Of a part
-that fails the old record stays, and the exit status is 1. The last line is JSON.
+Keep the machine to itself meanwhile: others' load is in the times. Leave the checkout alone too: all records are of the
+commit that it has at the beginning, and a tree that differs from it is refused without --dirty. What each part has made
+is checked when it ends; records and pictures replace those in docs/ at the end, all together, so that none is of a tree
+that the one before has changed. Of a part that fails the old record stays, and the exit status is 1. The last line is
+JSON, with what went wrong.
 """
 
 import argparse
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from jpaged.errors import ConfigError
-from scripts.render_benchmarks import ROOT, add_record, stale_documents
-from scripts.report import print_json, print_table
+from scripts.render_benchmarks import ROOT, Record, add_record, stale_documents
+from scripts.report import environment, print_json, print_table
 from scripts.serving.server_process import free_port
 
 _RECORDS: Final = ROOT
 _LIMIT_S: Final = 900.0  # for one part
+_STOP_S: Final = 90.0  # for a part to end what it has started, as after Ctrl-C: a server may drain for a minute
 _TAIL: Final = 2000  # characters of what a part that failed has said
 _MODEL: Final = "{folder}/model --served-model-name tiny --no-progress --port {port}"
 _SERVE: Final = "python -m jpaged.cli serve"
@@ -103,31 +109,85 @@ PARTS: Final = (
 )
 
 
-def take(part: Part, words: Sequence[str], log: Path) -> str | None:
-    """What a part printed; `None`, and the end of what it said, if it failed."""
+class PartError(Exception):
+    """A part made no record."""
+
+
+def take(part: Part, words: Sequence[str], folder: Path) -> str:
+    """What a part printed.
+
+    Raises:
+      PartError: it failed; the message has the end of what it said.
+    """
     paths = [f"{ROOT}", *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-    with open(log, "w", encoding="utf-8") as said:
-        try:
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=said, text=True, timeout=_LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            print(f"{part.name}: not done within {_LIMIT_S:g} s", file=sys.stderr)
-            return None
-    if done.returncode == 0:
-        return done.stdout
-    end = (done.stdout + log.read_text("utf-8", "replace"))[-_TAIL:]
-    print(f"{part.name}: exit status {done.returncode}\n{end}", file=sys.stderr)
-    return None
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    printed, said = folder / "printed", folder / "said"
+    with open(printed, "wb") as out, open(said, "wb") as err, _interruptible():
+        process = subprocess.Popen(words, cwd=ROOT, env=variables, stdout=out, stderr=err, start_new_session=True)
+    try:
+        status = process.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise PartError(f"not done within {_LIMIT_S:g} s") from None
+    finally:
+        _end_group(process)
+    output = printed.read_text("utf-8", "replace")
+    if status:
+        end = (output + said.read_text("utf-8", "replace"))[-_TAIL:]
+        raise PartError(f"exit status {status}\n{end}")
+    return output
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Processes started meanwhile know SIGINT, even if this one was started to ignore it, as shells do behind `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a part that runs still, by SIGINT, so that it stops its server, which is in no group of its; then all."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def check(part: Part, output: str, folder: Path, commit: str) -> None:
+    """That everything which a part should make is there.
+
+    Raises:
+      PartError: something is missing, or is of another commit.
+    """
+    lines = output.strip().splitlines()
+    try:
+        record = Record.from_line(part.record or part.name, lines[-1] if lines else "")
+    except ValueError as error:
+        raise PartError(f"{error}") from None
+    if record.commit != commit:
+        raise PartError(f"it is of commit {record.commit}, expected {commit}; leave the checkout alone meanwhile")
+    for made, _ in part.pictures:
+        if not (folder / made).is_file():
+            raise PartError(f"it made no {made}")
 
 
 def keep(part: Part, output: str, folder: Path, root: Path) -> None:
-    """Puts a part's record and pictures where they belong."""
+    """Puts a part's record and pictures, which are checked, where they belong."""
     if part.record is not None:
         add_record(root, part.record, output)
     for made, place in part.pictures:
         shutil.copy(folder / made, root / place)
+
+
+def _has_lm_eval(root: Path) -> bool:
+    """Whether the record of clients, which would be replaced, has figures of lm-eval."""
+    path = root / "docs" / "benchmarks" / "serving-clients-cpu.json"
+    return path.is_file() and json.loads(path.read_text("utf-8"))["results"].get("lm_eval") is not None
 
 
 def chosen(names: str | None) -> list[Part]:
@@ -148,21 +208,54 @@ def chosen(names: str | None) -> list[Part]:
     return [part for part in PARTS if part.name in wanted]
 
 
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """jax, if it is not in use yet, takes the CPU, whatever accelerators there are."""
+    before = os.environ.get("JAX_PLATFORMS")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        yield
+    finally:
+        del os.environ["JAX_PLATFORMS"]
+        if before is not None:
+            os.environ["JAX_PLATFORMS"] = before
+
+
+def _refuse(parts: Sequence[Part], options: argparse.Namespace, commit: str) -> None:
+    """Raises ConfigError for what must not, or cannot, be run."""
+    names = {part.name for part in parts}
+    if options.trace is None and "trace" in names:
+        raise ConfigError("trace needs --trace FILE; name it, or choose other parts with --only")
+    if options.short:
+        return
+    if options.lm_eval is None and "clients" in names and _has_lm_eval(_RECORDS):
+        raise ConfigError(
+            "clients needs --lm-eval PROGRAM, since its record has figures of lm-eval; "
+            "name it, or choose other parts with --only"
+        )
+    if commit.endswith("-dirty") and not options.dirty:
+        raise ConfigError(f"the checkout is {commit}, expected a clean one; commit what is new, or say --dirty")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAMES", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths; needed by trace")
-    parser.add_argument("--lm-eval", type=Path, metavar="PROGRAM", help="for clients; only OpenAI's without it")
+    parser.add_argument("--lm-eval", type=Path, metavar="PROGRAM", help="for clients, if its record has lm-eval's part")
     parser.add_argument("--short", action="store_true", help="each part for a moment; nothing is kept")
+    parser.add_argument("--dirty", action="store_true", help="take records of a tree that differs from its commit")
     options = parser.parse_args()
-    try:
-        parts = chosen(options.only)
-        if options.trace is None and any(part.name == "trace" for part in parts):
-            raise ConfigError("trace needs --trace FILE; name it, or choose other parts with --only")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    with _on_cpu():
+        try:
+            parts, commit = chosen(options.only), environment()["commit"]
+            _refuse(parts, options, commit)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return _retake(parts, options, commit)
+
+
+def _retake(parts: Sequence[Part], options: argparse.Namespace, commit: str) -> int:
     from tests.server.tiny_model import write_model
 
     values = {
@@ -172,26 +265,46 @@ def main() -> int:
     load = os.getloadavg()
     taken: dict[str, str] = {}
     seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", max_position_embeddings=4096)
         for part in parts:
             begin_s = time.monotonic()
             words = part.words(short=options.short, folder=folder, port=free_port(), **values)
-            output = take(part, words, folder / "log")
-            seconds[part.name] = round(time.monotonic() - begin_s, 1)
-            print(f"{part.name}: {seconds[part.name]:g} s{'' if output else ', failed'}", file=sys.stderr, flush=True)
-            if output is not None:
+            try:
+                output = take(part, words, folder)
+                check(part, output, folder, commit)
                 taken[part.name] = output
-        print_table("records", ["part", "seconds"], [[part, one] for part, one in seconds.items()])
-        failed = [part.name for part in parts if part.name not in taken]
-        print_json("serving/retake", {"seconds": seconds, "failed": failed, "load_average": load[0]})
+            except PartError as error:
+                failed[part.name] = f"{error}"
+            seconds[part.name] = round(time.monotonic() - begin_s, 1)
+            said = f", failed: {failed[part.name]}" if part.name in failed else ""
+            print(f"{part.name}: {seconds[part.name]:g} s{said}", file=sys.stderr, flush=True)
         if not options.short:
-            for part in parts:
-                if part.name in taken:
-                    keep(part, taken[part.name], folder, _RECORDS)
-            stale_documents(_RECORDS, write=True)
+            failed |= _keep_all({part: taken[part.name] for part in parts if part.name in taken}, folder)
+    print_table("records", ["part", "seconds"], [[part, one] for part, one in seconds.items()])
+    # The commit of the records: that of this line's own is of the tree that they have changed.
+    results = {"commit": commit, "seconds": seconds, "failed": failed, "load_average": load[0]}
+    print_json("serving/retake", results)
     return 1 if failed else 0
+
+
+def _keep_all(outputs: Mapping[Part, str], folder: Path) -> dict[str, str]:
+    """Replaces records, pictures, and what is rendered of them; what could not be, and why."""
+    failed = {}
+    for part, output in outputs.items():
+        try:
+            keep(part, output, folder, _RECORDS)
+        except OSError as error:
+            failed[part.name] = f"not kept: {error}"
+    try:
+        stale_documents(_RECORDS, write=True)
+    except (OSError, ValueError) as error:
+        failed["rendering"] = f"{error}"
+    for name, why in failed.items():
+        print(f"{name} failed: {why}", file=sys.stderr)
+    return failed
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -29,6 +30,10 @@ class Transport:
     def abort(self) -> None:
         self.dropped.set()
 
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
 
 class Inner(asyncio.Protocol):
     def __init__(self, app_state: dict[str, Any]) -> None:
@@ -37,6 +42,18 @@ class Inner(asyncio.Protocol):
     def pause_writing(self) -> None: ...
 
     def resume_writing(self) -> None: ...
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+
+    def data_received(self, data: bytes) -> None: ...
+
+
+class Line:
+    """A turnstile that turns when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.enter = self.calls.append
 
 
 def connection(transport: Transport) -> Connection:
@@ -118,5 +135,74 @@ def test_a_client_that_reads_nothing_is_dropped():
         with made.serving():
             made.pause_writing()
             await dropped(transport)
+
+    asyncio.run(main())
+
+
+def in_line(transport: Transport, timeout_s: float) -> tuple[Connection, Line]:
+    """A connection that waits to be let in."""
+    line = Line()
+    given = {"turnstile": cast(Turnstile, line), "request_timeout_s": timeout_s, "send_timeout_s": 60, "app_state": {}}
+    made = Connection(Inner, **given)
+    made.connection_made(cast(asyncio.Transport, transport))
+    return made, line
+
+
+def test_who_waits_in_line_with_a_request_is_not_dropped():
+    async def main():
+        transport = Transport()
+        made, line = in_line(transport, 0.01)
+        made.data_received(b"POST / HT")
+        made.data_received(b"TP/1.1")  # was under way when reading was paused
+        await asyncio.sleep(0.05)
+        assert not transport.dropped.is_set()
+        (let_in,) = line.calls
+        let_in()
+        await dropped(transport)  # what came is not a whole head, and the time goes on
+
+    asyncio.run(main())
+
+
+def test_who_waits_in_line_with_nothing_is_dropped():
+    async def main():
+        transport = Transport()
+        in_line(transport, 0.01)
+        await dropped(transport)
+
+    asyncio.run(main())
+
+
+def test_the_time_for_a_request_goes_on_behind_the_line_where_it_was():
+    async def main():
+        now = asyncio.get_running_loop().time
+        made, line = in_line(Transport(), 3600)
+        assert made._waiting is not None
+        due_s = made._waiting.when()
+        await asyncio.sleep(0.02)
+        begin_s = now()
+        made.data_received(b"POST ")
+        assert made._waiting is None
+        await asyncio.sleep(0.01)
+        line.calls.pop()()
+        waiting: Any = made._waiting
+        assert 0 < waiting.when() - due_s <= now() - begin_s + 1e-6  # and not as much as before it
+        made.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_served_meanwhile_has_no_time_to_come():
+    """Its body, or the next one's head, waits in line while the application takes it up."""
+
+    async def main():
+        made, line = in_line(Transport(), 3600)
+        made.data_received(b"x")
+        with made.serving():
+            line.calls.pop()()
+            assert made._waiting is None
+        due = made._waiting
+        assert due is not None
+        made.connection_lost(None)
+        assert due.cancelled()
 
     asyncio.run(main())

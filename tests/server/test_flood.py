@@ -2,18 +2,35 @@
 
 import asyncio
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 from scripts.serving import flood
 from scripts.serving.http_client import HttpClient
 
 
 def test_who_has_no_answer_in_time_leaves_and_is_counted(server, monkeypatch) -> None:
-    monkeypatch.setattr(flood, "PATIENCE_S", 0.5)
     bodies = [json.dumps({"prompt": "ab", "max_tokens": 1}).encode()] * 5
+    made: list[asyncio.Timeout] = []
+    given: list[float | None] = []
+
+    def timeout(delay: float | None) -> asyncio.Timeout:
+        given.append(delay)
+        made.append(asyncio.timeout(None))
+        return made[-1]
+
+    async def main() -> Counter[str]:
+        sending = asyncio.ensure_future(flood._send_all(HttpClient(server.url), "/v1/completions", bodies, 5))
+        while server.client.num_live < 5:
+            await asyncio.sleep(0.002)
+        made[0].reschedule(asyncio.get_running_loop().time())  # that much time has passed, as soon as all are served
+        return await sending
+
+    monkeypatch.setattr(flood, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout}))
     server.do(server.client.gate.clear)
     try:
-        statuses = asyncio.run(flood._send_all(HttpClient(server.url), "/v1/completions", bodies, 5))
-        assert statuses == {"left": 5}
+        assert asyncio.run(main()) == {"left": 5}
+        assert given == [flood.PATIENCE_S]
         server.wait_until(lambda: server.client.num_live == 0)
     finally:
         server.do(server.client.gate.set)
