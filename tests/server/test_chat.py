@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.server.door import Door
 from tests.server.running import events
-from tests.server.test_reception import LIMITS
+from tests.server.test_door_worker import LIMITS
 from tests.server.tiny_model import ids
 
 HI = [{"role": "user", "content": "Hi"}]
