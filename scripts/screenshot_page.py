@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -130,6 +131,8 @@ def _served(model: str) -> Iterator[str]:
 def _under_load(url: str, path: str, seconds: float, out: Path) -> dict[str, Any]:
     stop = threading.Event()
     clients = [threading.Thread(target=keep_asking, args=(url, number, stop)) for number in range(_NUM_CLIENTS)]
+    # The server has an answer to give from now on, however long a step takes: the page would show a 503 as a problem.
+    urllib.request.urlopen(f"{url}/internal/state", timeout=60).close()
     with chromium(path) as page:
         for client in clients:
             client.start()
