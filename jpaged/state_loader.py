@@ -1,6 +1,7 @@
 """`StateLoader`: brings the sampler state up to date with what the host alone knows, before a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as AbstractSequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from jpaged.sampler_state import (
     needs_entry,
     warm_up_masks,
 )
-from jpaged.sequence import Sequence as RunningSequence
+from jpaged.sequence import Sequence
 from jpaged.step_plan import StepPlan
 
 
@@ -43,11 +44,11 @@ class StateLoader:
       constraints: who needs a mask.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int], vocab_size: int, constraints: Constraints) -> None:
+    def __init__(self, eos_token_ids: AbstractSequence[int], vocab_size: int, constraints: Constraints) -> None:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._constraints = constraints
-        self._awaiting: dict[RunningSequence, None] = {}  # those that run, need an entry and had no row yet
+        self._awaiting: dict[Sequence, None] = {}  # those that run, need an entry and had no row yet
 
     def due(self, plan: StepPlan) -> StateLoads | None:
         """What must be loaded before the step of this plan; `None`: nothing, as for most plans."""

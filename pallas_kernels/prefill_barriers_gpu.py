@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, memref, nvvm
 
 from . import combine_gpu as ends
-from .prefill_plan_gpu import pages_of
+from .prefill_plan_gpu import most_pages
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
@@ -89,7 +89,7 @@ def load_tile(
       smem: swizzled tiles, or rows one after the other if there are no transforms.
       barrier, index: the barrier that completes when all is there.
       head_and_kind: 2 * head, plus 1 for V.
-      ids: pages that the tile lies in, one after the other (`pages_of`).
+      ids: pages that the tile lies in, one after the other (`most_pages`).
       first: the tile's first slot in the first of them; `None` if it begins and ends with a page.
     """
     scalars = [head_and_kind, *ids, *([] if first is None else [first])]
@@ -102,7 +102,7 @@ def load_tile(
         rows = ty.shape[0] * rows_of_one
         box = math.gcd(rows, page_size)
         column, *ids = map(ends.scalar_of, scalars)
-        first = ids.pop() if len(ids) > pages_of(rows, page_size) else None
+        first = ids.pop() if len(ids) > most_pages(rows, page_size) else None
         full = _at(barrier, ends.scalar_of(index))
 
         def place(row: int) -> tuple[ir.Value, ir.Value | None]:

@@ -61,8 +61,8 @@ def _load(refs: Refs, tiles: Tiles, blocks: PrefillBlocks, transforms, page_size
         def kv_block(j, step):
             stage = lax.rem(step, stages)
             first, ids = kv_start + (num_blocks - 1 - j) * bkv, []
-            for n in range(plan.pages_of(bkv, page_size)):
-                kv = kv_start + ((num_blocks - 1 - j) * bkv + n * page_size)
+            for n in range(plan.most_pages(bkv, page_size)):
+                kv = first + n * page_size
                 ids.append(page_table[row, jnp.minimum(lax.div(kv, page_size), last_page)])
 
             @pl.when(step >= stages)

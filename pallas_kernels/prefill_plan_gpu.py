@@ -38,11 +38,11 @@ def num_units(num_rows: int, num_tokens: int, num_kv_heads: int, tokens: int) ->
     )
 
 
-def pages_of(tokens: int, page_size: int) -> int:
+def most_pages(tokens: int, page_size: int) -> int:
     """The most pages that a block of so many tokens lies in; blocks begin at multiples of `tokens`.
 
     Example:
-      >>> pages_of(128, 16), pages_of(128, 24), pages_of(64, 256)
+      >>> most_pages(128, 16), most_pages(128, 24), most_pages(64, 256)
       (8, 6, 1)
     """
     return -(-(tokens + page_size - math.gcd(tokens, page_size)) // page_size)

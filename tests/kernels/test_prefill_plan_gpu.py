@@ -127,4 +127,4 @@ def test_a_step_is_run_by_tiles_if_there_are_enough() -> None:
 @pytest.mark.parametrize(("tokens", "page_size"), list(product((64, 128), (8, 16, 24, 40, 128, 192, 256))))
 def test_a_block_lies_in_no_more_pages_than_are_read(tokens: int, page_size: int) -> None:
     lies_in = [(start + tokens - 1) // page_size - start // page_size + 1 for start in range(0, 8000, tokens)]
-    assert max(lies_in) == plan.pages_of(tokens, page_size)
+    assert max(lies_in) == plan.most_pages(tokens, page_size)
