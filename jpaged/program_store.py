@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import logging
 import os
 import pickle
@@ -38,12 +39,24 @@ def open_store(folder: Path, parts: Any, sharding: Any) -> "ProgramStore | None"
     devices = list(sharding.device_set)
     if len(devices) != 1:
         return None
+    _find_kernel_library(devices[0].platform)
     try:
         key = program_key(parts, devices[0])
     except (UnseenError, OSError) as error:
         logger.info("steps are traced at each start, as their code is not known: %s", error)
         return None
     return ProgramStore(folder, key, devices[0])
+
+
+def _find_kernel_library(platform: str) -> None:
+    """Sets the variable by which kernels of Mosaic GPU find the library that launches them.
+
+    An import does it, which comes with lowering, and where all programs are kept nothing is lowered. The variable is
+    part of the key, so it is set before.
+    """
+    if platform == "gpu":
+        with contextlib.suppress(ImportError):  # this jax has no such kernels
+            importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 class ProgramStore:
