@@ -119,3 +119,47 @@ def test_graphs_are_launched_as_they_are(tmp_path):
     # of four steps, and now and then the inputs, which lie elsewhere if the device lags behind the host.
     for found in calls.values():
         assert found.get("command_buffer::update", 0) < found["cuGraphLaunch"] / 2
+
+
+def tokens_of_a_start(*, may_lower: bool) -> list[list[int]]:
+    """What a new engine answers, all of whose programs are compiled or found before."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    model = Llama(tiny_config(**heads, hidden_size=64, intermediate_size=128), rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
+    engine = Engine(
+        model,
+        EngineConfig(
+            cache=CacheConfig(page_size=16, num_pages=65),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256),
+            token_buckets=(1, 4, 64),
+            recompile="error",
+        ),
+    )
+    if not may_lower:
+
+        def refuse(*args):
+            raise LookupError("it is traced")
+
+        engine._runner.lower = refuse
+    engine.warm_up()
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), request_id=f"{index}")
+    outputs = {}
+    while engine.has_work:
+        outputs.update((output.request_id, list(output.token_ids)) for output in engine.step())
+    return [outputs[f"{index}"] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.gpu
+def test_a_later_process_finds_all_programs(tmp_path):
+    """Among them those with kernels of our own, which it never lowered."""
+    if (gpu := current_gpu()) is None or not gpu.is_hopper:
+        pytest.skip("needs a Hopper GPU")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    answers = []
+    for may_lower in (True, False):
+        start = f"test_engine_gpu.tokens_of_a_start(may_lower={may_lower})"
+        code = f"import json; from tests import test_engine_gpu; print(json.dumps({start}))"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    assert answers[0] == answers[1]

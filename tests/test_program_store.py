@@ -256,3 +256,27 @@ def test_there_is_no_store_for_code_that_nobody_has_seen(tmp_path, monkeypatch, 
     assert "steps are traced at each start, as their code is not known: tests.test_program_store" in caplog.text
     assert open_store(tmp_path, ("xla", 1), place) is not None
     assert open_store(tmp_path, ("xla", 1), SimpleNamespace(device_set={1, 2})) is None
+
+
+def test_kernels_find_their_library_before_the_key_is_made(tmp_path, monkeypatch):
+    """An import sets a variable that is part of the key: whoever lowered a kernel before has the same key."""
+    variable = "MOSAIC_GPU_RUNTIME_LIB_PATH"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(program_key, "_BEGAN", float("inf"))
+    imports = []
+
+    def import_module(name):
+        imports.append(name)
+        os.environ[variable] = "library.so"
+
+    gpu = SimpleNamespace(platform="gpu", client=SimpleNamespace(platform_version="cuda"))
+    place = SimpleNamespace(device_set=[gpu])
+    with monkeypatch.context() as patch:
+        patch.setattr("jpaged.program_store.importlib.import_module", import_module)
+        first, second = (open_store(tmp_path, ("xla", 1), place) for _ in range(2))
+    assert imports == 2 * ["jax.experimental.mosaic.gpu"]
+    assert first._key == second._key
+    del os.environ[variable]
+    open_store(tmp_path, ("xla", 1), jnp.zeros(1).sharding)
+    assert variable not in os.environ  # a CPU has no such kernels
