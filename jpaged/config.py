@@ -212,7 +212,7 @@ class SpeculationConfig:
             )
 
 
-MAX_DECODE_STEP_ROWS: Final = 64
+MAX_DECODE_STEP_ROWS: Final = 256
 _MOST_STEPS: Final = 64
 
 
@@ -266,6 +266,21 @@ def default_token_buckets(max_num_seqs: int, max_num_batched_tokens: int, platfo
     return tuple(sorted(sizes | {max_num_seqs, max_num_batched_tokens}))
 
 
+_FEW_ROWS: Final = (64, 256)
+
+
+def _rows_of(num_tokens: int, most: int, token_buckets: Sequence[int], platform: str) -> list[int]:
+    """Padded numbers of rows of steps of so many tokens, ascending: `most`, and fewer too for a GPU's largest prompts.
+
+    They often hold few rows, but logits take time by all, padding included. Sizes are token buckets, so no sampling
+    program is added. Each shape compiles all layers again: smaller steps, which prompts are rarely cut to fill, do not
+    pay for that, nor do CPUs and TPUs, where compiling is dearer and no gain was measured.
+    """
+    if platform != "gpu" or not most < num_tokens == token_buckets[-1]:
+        return [min(num_tokens, most)]
+    return [*(rows for rows in _FEW_ROWS if rows < most and rows in token_buckets), most]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine is told.
@@ -276,6 +291,7 @@ class EngineConfig:
       token_buckets: padded numbers of tokens T, ascending; the last one is at least the token budget. `None`: chosen by
         `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
         each entry of this list and of `page_buckets`. With `speculation` it has at least min(T, 1 + num_tokens) rows.
+        On a GPU the largest is also compiled for 64 and 256 rows, if these are entries below `max_num_seqs`.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
         alone. Attention walks only live pages, so wide tables cost it nothing; but rows x P page ids go over to the
         device in every step, which is a megabyte for 32 rows of 131,072 tokens: give smaller buckets there.
@@ -358,7 +374,7 @@ class EngineConfig:
         Args:
           max_model_len: tokens of a sequence at the most (resolved).
           page_size: token slots a page (resolved).
-          platform: of the device, for `default_token_buckets`.
+          platform: of the device, which decides on default buckets, and on steps of few rows.
 
         Raises:
           ConfigError: the largest page bucket cannot hold `max_model_len` tokens.
@@ -376,7 +392,7 @@ class EngineConfig:
         samples = dict.fromkeys(tokens, seqs)
         if self.speculation is not None:
             samples |= self.speculation.num_samples(tokens, seqs)
-        shapes = [StepShape(t, min(t, samples[t]), p) for t in tokens for p in pages]
+        shapes = [StepShape(t, s, p) for t in tokens for s in _rows_of(t, samples[t], tokens, platform) for p in pages]
         if (steps := self.decode_steps or 1) > 1:
             few = min(seqs, MAX_DECODE_STEP_ROWS)
             sizes = [t for t in tokens if t <= few] or [few]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMPILE_LIMIT_S: Final = 10.0
 _IDLE_WAIT_S: Final = 0.01  # no longer, so that whoever drives the engine can also take new requests
-_GRACE_S: Final = 0.002  # so long a plan waits for masks that are being made; a usual one takes a tenth of that
+_GRACE_S: Final = 0.002  # so long a plan waits for masks that are being made; usual ones take far less
 
 
 @dataclass(eq=False, slots=True)

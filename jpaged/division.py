@@ -22,7 +22,8 @@ class Division:
       num_pages: of each replica, the null page included; 0 where not even two fit.
       max_model_len: tokens of a sequence at the most; 0 where nothing fits.
       max_num_seqs, max_num_batched_tokens: sequences and tokens of a step.
-      token_buckets, page_buckets: shapes that are compiled.
+      token_buckets, page_buckets: see `EngineConfig`.
+      step_shapes: what is compiled at the start.
       attention: the back end.
       memory_fraction: for `CacheConfig`.
       repeated: what is whole on every device that shares the model.
@@ -41,17 +42,11 @@ class Division:
     max_num_batched_tokens: int
     token_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]
+    step_shapes: tuple[StepShape, ...]
     attention: str
     memory_fraction: float
     repeated: tuple[str, ...]
     objection: str | None
-
-    @property
-    def step_shapes(self) -> tuple[StepShape, ...]:
-        """What is compiled at the start."""
-        return tuple(
-            StepShape(t, min(t, self.max_num_seqs), pages) for t in self.token_buckets for pages in self.page_buckets
-        )
 
     @property
     def token_capacity(self) -> int:

@@ -118,7 +118,7 @@ class Engine:
             self.warm_up()
 
     def _begin(self) -> None:
-        """Makes an empty pool, and all that knows of requests."""
+        """Makes all that knows of requests, and then an empty pool, for which there may be no memory."""
         config, plan, max_num_seqs = self.config, self.pool_plan, self.config.scheduler.max_num_seqs
         self._memory = MemoryManager.for_pool(
             plan.num_pages,
@@ -137,28 +137,36 @@ class Engine:
             decode_steps=config.decode_steps or 1,
         )
         self._packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
-        with jax.default_device(self.device):
-            self._kv_pages = [make_pages(spec) for spec in self._page_specs]
-            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
-        self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
         self._collector = Collector(self._scheduler, self.tokenizer, self._memory.allocator.lives)
         self.metrics = self._collector.metrics
         self._constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self._loader = StateLoader(self.eos_token_ids, self.vocab_size, self._constraints)
         self._in_flight: deque[DispatchedStep] = deque()
         self._counter = StatsCounter(peak=PoolUse(page_size=plan.page_size))
+        with jax.default_device(self.device):
+            self._kv_pages = [make_pages(spec) for spec in self._page_specs]
+            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
+        self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
         self._failure: BaseException | None = None
 
     def restart(self) -> None:
         """Begins anew after a failed step: an empty pool, no requests, counters at 0. Weights and programs stay.
 
-        Requests that live end without an `Output`. What it raises, the device does: then only a new process helps.
+        Requests that live end without an `Output`. What it raises, the device does; try again, or in a new process.
         """
-        self._failure = RuntimeError("a restart of the engine failed")  # and no traceback that holds the old pool
-        for name in ("_kv_pages", "_state", "_in_flight", "_mover"):  # there is no room for two pools
-            self.__dict__.pop(name, None)
+        self._drop_pool("a restart did not end")
         self._runner.forget_outputs()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._drop_pool(f"a restart failed: {error!r:.200}")
+            raise
+
+    def _drop_pool(self, why: str) -> None:
+        """Fails, in words: a traceback would hold what is to go, and there is no room for two pools."""
+        self._failure = RuntimeError(why)
+        for name in ("_kv_pages", "_state", "_mover"):
+            self.__dict__.pop(name, None)
 
     def add(
         self,
@@ -253,7 +261,7 @@ class Engine:
         Raises:
           RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
           KeyboardInterrupt: all requests have ended, without an `Output`; prefixes and pins are forgotten; go on.
-          RuntimeError: a step failed before; after any other error the engine is of no more use.
+          RuntimeError: a step or a restart failed before; after any other error the engine is of no more use.
         """
         self._check_alive()
         outputs: list[Output] = []
@@ -306,12 +314,11 @@ class Engine:
             outputs, self._kv_pages, self._state = self._runner.run(self._kv_pages, self._state, packed, needs)
             self._in_flight.append(DispatchedStep(plan, outputs))
         outputs.copy_to_host_async()
-        counter = self._counter
-        counter.dispatch_s += time.perf_counter() - ready_at
+        self._counter.dispatch_s += time.perf_counter() - ready_at
         more = 0 if plan.num_more is None else int(plan.num_more.sum())
         counts = {"num_rows": plan.num_seqs + more, "num_tokens": plan.num_tokens + more, "times": plan.num_steps}
         padded, use = shape.num_tokens * plan.num_steps - counts["num_tokens"], pool_use(self._memory, self._scheduler)
-        counter.count_step(use, num_padded=padded, **counts)
+        self._counter.count_step(use, num_padded=padded, **counts)
 
     def _end_all(self, interrupt: KeyboardInterrupt) -> None:
         """After Ctrl-C, which may come between any two lines of a step: ends all requests, then looks what is whole."""
@@ -345,8 +352,7 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            what = f"the engine stopped at a failed step ({self._failure!r:.200}); make a new Engine"
-            raise RuntimeError(what) from self._failure
+            raise RuntimeError(f"the engine stopped ({self._failure!r:.200}); make a new Engine") from self._failure
 
     def warm_up(self, on_compiled: Callable[[Program, float], None] | None = None) -> float:
         """Compiles every program that is not there yet, side by side; after it a compile is a fault (`recompile`).
@@ -357,6 +363,7 @@ class Engine:
         Returns:
           Seconds in all.
         """
+        self._check_alive()
         start = time.perf_counter()
         self._runner.compile_all(self._kv_pages, self._state, self._runner.programs(self.step_shapes), on_compiled)
         with deferred_interrupts():  # both are donated
@@ -377,6 +384,7 @@ class Engine:
 
     def lower_step(self, program: Program | StepShape) -> jax.stages.Lowered:
         """A program of the step, of a shape the one that runs the model, lowered: to look into it and its memory."""
+        self._check_alive()
         return self._runner.lower(self._kv_pages, self._state, program)
 
     def stats(self) -> EngineStats:

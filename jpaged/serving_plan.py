@@ -12,7 +12,7 @@ on one device.
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from jpaged.accelerators import Accelerator, Topology
@@ -22,7 +22,6 @@ from jpaged.config import (
     CacheConfig,
     EngineConfig,
     SchedulerConfig,
-    StepShape,
     default_token_buckets,
 )
 from jpaged.division import Division
@@ -227,12 +226,14 @@ class _Planner:
         budget = wishes.max_num_batched_tokens or token_budget(rows, chip)
         tokens = wishes.token_buckets or default_token_buckets(rows, budget, chip.platform)
         scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
-        EngineConfig(scheduler=scheduler, token_buckets=tokens)  # refuses sizes that no engine would take
+        asked = wishes.max_model_len or config.max_position_embeddings
+        pages = page_buckets(rows, asked, page_size)
+        # Refuses sizes that no engine would take.
+        engine = EngineConfig(scheduler=scheduler, token_buckets=tokens, page_buckets=pages)
         per_page = stored_page_bytes(part, page_size, self.kv_dtype, tiled=tpu)
         memory = chip.device_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-        asked = wishes.max_model_len or config.max_position_embeddings
-        shapes = [StepShape(t, min(t, rows), p) for t in tokens for p in page_buckets(rows, asked, page_size)]
+        shapes = engine.step_shapes(asked, page_size, chip.platform)
         itemsize = WEIGHT_ITEMSIZES[self.dtype]
         parts = {
             "weights": stored_weight_bytes(part, self.dtype, tiled=tpu, weights=wishes.weights),
@@ -267,6 +268,7 @@ class _Planner:
                 f"max_model_len is {wishes.max_model_len:,}, but the pages hold {longest:,} tokens; lower it, or take "
                 "narrower pages (kv_dtype), fewer sequences (max_num_seqs), or more memory"
             )
+        pages = page_buckets(rows, longest or asked, page_size)
         return Division(
             degree=degree,
             num_replicas=self.topology.num_devices // degree,
@@ -279,7 +281,8 @@ class _Planner:
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             token_buckets=tokens,
-            page_buckets=page_buckets(rows, longest or asked, page_size),
+            page_buckets=pages,
+            step_shapes=replace(engine, page_buckets=pages).step_shapes(longest or asked, page_size, chip.platform),
             attention=attention_of(part, page_size, self.kv_dtype, chip),
             memory_fraction=max(fraction, 0.0),
             repeated=_repeated(config, degree),

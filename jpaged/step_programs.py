@@ -11,6 +11,7 @@ A part is a straight run of kernels that the device does without asking the host
 pass is known to the host, which made the rows, so it is decided there and not on the device.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,10 +100,11 @@ def all_programs(shapes: Iterable[StepShape], kinds: Sequence[SamplingKind] = SA
       >>> [str(program) for program in all_programs([StepShape(8, 4, 2)])][:4]
       ['forward T8 S4 P2', 'sampling S4 full', 'sampling S4 filter', 'sampling S4 draw']
     """
-    all_shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.pages_per_row), reverse=True)
+    by_size = operator.attrgetter("num_tokens", "num_rows", "pages_per_row")
+    all_shapes = sorted(shapes, key=by_size, reverse=True)
     largest_first = [shape for shape in all_shapes if shape.num_steps == 1]
     several = [shape for shape in all_shapes if shape.num_steps > 1]
-    rows = dict.fromkeys(shape.num_rows for shape in largest_first)
+    rows = sorted({shape.num_rows for shape in largest_first}, reverse=True)
     return (
         *(Program("forward", shape) for shape in largest_first),
         *(Program("decode", shape) for shape in several),

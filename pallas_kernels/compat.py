@@ -42,7 +42,12 @@ class GPU:
 
 
 def current_gpu() -> GPU | None:
-    """The GPU of the mesh in use, else the first one there is, or `None`."""
+    """The GPU of the mesh in use, else jax's default device, else the first one there is, or `None`.
+
+    Arrays do not say where they are while a program is traced. Who has GPUs of several kinds, and puts arrays on one
+    that is not the first, sets `jax_default_device` to it: a kernel for the first may be none for that one, or wait for
+    ever for multiprocessors that it lacks.
+    """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.platform in ("gpu", "cuda") and not _devices():
         kind = described.device_kind
@@ -53,6 +58,9 @@ def current_gpu() -> GPU | None:
 
 
 def _devices() -> list[Any]:
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(default, "platform", None) == "gpu":
+        return [default]
     return jax.devices() if jax.default_backend() == "gpu" else []
 
 

@@ -295,6 +295,19 @@ def choices(kernel: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def write_table(record: dict[str, Any], kind: str, folder: Path = FOLDER) -> Path:
+    """Makes a record the table of its kind of GPU.
+
+    Raises:
+      ValueError: `read_table` would refuse it; nothing is written.
+    """
+    parse_table(record, kind)
+    folder.mkdir(exist_ok=True)
+    path = folder / table_name(kind)
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return path
+
+
 def make_jobs(kernels: list[str], head_dims: list[int], dtypes: list[str]) -> list[tuple]:
     """What is to be measured: arguments of `prepare`."""
     wanted = lambda model: model.head_dim in head_dims and model.dtype in dtypes  # noqa: E731
@@ -369,10 +382,7 @@ def main() -> None:
     record = {"script": "tune", **environment(), "results": {"chosen": chosen, **cells}}
     parse_table(record, gpu.kind)
     if arguments.write:
-        FOLDER.mkdir(exist_ok=True)
-        path = FOLDER / table_name(gpu.kind)
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        print(f"wrote {write_table(record, gpu.kind)}")
     print(json.dumps(record))
 
 

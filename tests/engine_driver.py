@@ -1,6 +1,9 @@
 """Small engines over a tiny model, and a loop that serves requests and checks the page accounting."""
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+import pytest
+
+from jpaged.batch import BatchPacker
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, StepShape
 from jpaged.engine import Engine
 from jpaged.request import SamplingParams
 
@@ -27,6 +30,26 @@ def make_engine_config(
         compilation_cache=False,
         **{"token_buckets": (seqs, budget), **options},
     )
+
+
+def give_gpu_shapes(monkeypatch: pytest.MonkeyPatch, *few_rows: int) -> None:
+    """Engines that are made on a CPU then have the step shapes of a GPU: with prompt steps of few rows too."""
+    monkeypatch.setattr("jpaged.config._FEW_ROWS", few_rows)
+    of_platform = EngineConfig.step_shapes
+    monkeypatch.setattr(EngineConfig, "step_shapes", lambda self, *sizes: of_platform(self, *sizes[:2], "gpu"))
+
+
+def shapes_taken(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """A list that gets the shape of each step from now on."""
+    shapes, pack = [], BatchPacker.pack
+
+    def pack_and_tell(packer, plan):
+        packed, shape = pack(packer, plan)
+        shapes.append(shape)
+        return packed, shape
+
+    monkeypatch.setattr(BatchPacker, "pack", pack_and_tell)
+    return shapes
 
 
 def serve(engine: Engine, requests, *, at_once: bool = True, cold: bool = False) -> list:

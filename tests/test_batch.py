@@ -198,6 +198,28 @@ def test_a_prompt_of_one_token_with_forks_takes_a_shape_with_rows_for_them():
     check(plan, unpack(jnp.asarray(packed), shape), shape)
 
 
+def test_of_shapes_of_as_many_tokens_the_one_of_fewest_rows_that_holds_the_plan_is_taken():
+    few = (StepShape(32, 2, 2), StepShape(32, 2, 6))
+
+    def shape_of(*lengths: int, **params) -> StepShape:
+        scheduler = make_scheduler()
+        for index, length in enumerate(lengths):
+            add(scheduler, f"{index}", list(range(10, 10 + length)), **params)
+        packer = BatchPacker((StepShape(4, 4, 6), *few, SHAPES[2]), page_size=PAGE, max_num_seqs=SEQS)
+        plan = scheduler.plan()
+        assert plan is not None
+        packed, shape = packer.pack(plan)
+        check(plan, unpack(jnp.asarray(packed), shape), shape)
+        return shape
+
+    assert shape_of(5) == shape_of(9, 9) == few[0]
+    assert shape_of(20) == few[1]  # three pages
+    assert shape_of(1, 1) == StepShape(4, 4, 6)
+    assert shape_of(3, 3, 3) == shape_of(9, 9, 9) == SHAPES[2]
+    assert shape_of(20, temperature=1.0, n=2) == few[1]
+    assert shape_of(20, temperature=1.0, n=3) == SHAPES[2]  # forks sample too
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

@@ -11,7 +11,7 @@ import pytest
 from jpaged.accelerators import ACCELERATORS
 from jpaged.errors import ConfigError
 from scripts import bench_engine
-from scripts.engine import bench, breakdown, figures, measures, setup, start, tables, workloads
+from scripts.engine import bench, breakdown, figures, measures, serve, setup, start, tables, workloads
 from scripts.engine.breakdown import Kernel, Profile
 from scripts.engine.kernel_classes import kernel_class
 from scripts.engine.peers import REACH, VLLM, Yardstick
@@ -20,6 +20,8 @@ from scripts.engine.roofline import ModelCost, Roofs
 from scripts.engine.setup import Needs
 from scripts.engine.workloads import Load
 from scripts.render_benchmarks import Record
+from tests.engine_driver import give_gpu_shapes, make_engine, shapes_taken
+from tests.fakes import tiny_llama
 
 UNIT = Roofs(read=1.0, matmul=1.0)
 READS = ModelCost(weight_bytes=100, token_flops=0, row_flops=0, kv_token_bytes=1.0, pair_flops=0)
@@ -257,6 +259,18 @@ def test_what_would_begin_too_late_is_skipped(
     args = bench_engine.parser().parse_args(WORDS.split())
     made = bench.make_bench(args, Results(None, quiet=True), started, UNIT)
     assert list(measures.measure_decode(made, [(1, 8)], lambda: True)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 60}, {"length": 32}], ids=str)
+def test_every_step_shape_is_exercised_those_of_few_rows_too(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpu_shapes(monkeypatch, 2, 4)
+    engine = make_engine(tiny_llama(), seqs=8, **{"budget": 64, "token_buckets": (2, 4, 8, 48, 64), **options})
+    assert [str(shape).split(" P")[0] for shape in engine.step_shapes[3:]] == ["T48 S8", "T64 S2", "T64 S4", "T64 S8"]
+    shapes = shapes_taken(monkeypatch)
+    serve.exercise(engine)
+    assert [shape for shape in engine.step_shapes if shapes.count(shape) < 3] == []
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -184,21 +184,68 @@ def test_steps_are_those_of_the_platform_unless_they_are_given():
     assert [shape.num_tokens for shape in given.step_shapes(64, 16, "gpu")] == [256]
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "buckets", "rows"),
+    [
+        (512, None, [64, 256, 512]),
+        (300, None, [64, 256, 300]),
+        (256, None, [64, 256]),
+        (65, None, [64, 65]),
+        (64, None, [64]),
+        (2048, None, [2048]),  # its largest step decodes
+        (512, (64, 1024, 4096), [64, 512]),  # 256 rows would be another sampling program
+        (512, (32, 512, 2048), [512]),
+        (512, (4096,), [512]),
+    ],
+)
+@pytest.mark.parametrize("pages", [None, (1, 4)])
+def test_the_largest_step_of_a_gpu_has_shapes_of_fewer_rows(num_rows, buckets, rows, pages):
+    def rows_by_tokens(platform: str) -> dict[int, list[int]]:
+        shapes = config.step_shapes(64, 16, platform)
+        assert len(set(shapes)) == len(shapes)
+        assert list(shapes) == sorted(shapes, key=lambda s: (s.num_tokens, s.num_rows, s.pages_per_row))
+        tokens = {shape.num_tokens for shape in shapes}
+        found = {t: [shape.num_rows for shape in shapes if shape.num_tokens == t] for t in sorted(tokens)}
+        return {t: found[t][:: len(pages or "1")] for t in found}
+
+    scheduler = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=2048)
+    config = EngineConfig(scheduler=scheduler, token_buckets=buckets, page_buckets=pages)
+    *others, largest = (found := rows_by_tokens("gpu"))
+    assert found[largest] == rows
+    assert [found[t] for t in others] == [[min(t, num_rows)] for t in others]
+    assert set(rows[:-1]) <= {found[t][0] for t in others}  # no sampling program is for them alone
+    for platform in ("cpu", "tpu"):
+        assert all(found == [min(t, num_rows)] for t, found in rows_by_tokens(platform).items())
+
+
+def test_few_rows_have_no_shape_where_all_rows_of_the_largest_step_may_guess():
+    scheduler = SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=512)
+    config = EngineConfig(scheduler=scheduler, token_buckets=(64, 128, 512))
+
+    def shapes(num_tokens: int) -> list[str]:
+        guesses = dataclasses.replace(config, speculation=SpeculationConfig(num_tokens=num_tokens))
+        return [str(shape) for shape in guesses.step_shapes(16, 16, "gpu")]
+
+    assert shapes(15) == ["T64 S64 P1", "T128 S128 P1", "T512 S64 P1", "T512 S128 P1"]
+    assert shapes(511) == ["T64 S64 P1", "T128 S128 P1", "T512 S512 P1"]
+
+
 @settings(deadline=None, database=None, max_examples=50)
 @given(
-    seqs=st.integers(1, 64),
+    seqs=st.integers(1, 100),
     more=st.integers(0, 500),
     max_model_len=st.integers(2, 4096),
     num_tokens=st.integers(1, 564),
-    num_rows=st.integers(1, 64),
+    num_rows=st.integers(1, 100),
     page_size=st.sampled_from((8, 16, 128)),
+    platform=st.sampled_from(("cpu", "gpu")),
 )
-def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows, page_size):
+def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows, page_size, platform):
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=seqs + more))
-    shapes = config.step_shapes(max_model_len, page_size)
+    shapes = config.step_shapes(max_model_len, page_size, platform)
     assert list(shapes) == sorted(shapes, key=lambda s: (s.num_tokens, s.num_rows, s.pages_per_row))
     num_tokens = min(num_tokens, seqs + more)
     num_rows = min(num_rows, seqs, num_tokens)  # each row has at least one token
-    shape = next(shape for shape in shapes if shape.num_tokens >= num_tokens)
-    assert shape.num_rows >= num_rows
+    size = next(shape.num_tokens for shape in shapes if shape.num_tokens >= num_tokens)
+    shape = next(shape for shape in shapes if shape.num_tokens == size and shape.num_rows >= num_rows)
     assert shape.pages_per_row * page_size >= max_model_len

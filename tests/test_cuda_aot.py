@@ -100,7 +100,10 @@ def test_what_is_wrong_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.failures({"case": "one", "refused": "ValueError: no"}) == ["ValueError: no"]
     assert runs.failures(row(**pool | {"pool_copies": 2})) == ["2 copies of the pool"]
     assert "99 bytes are written in place" in runs.failures(row(**pool | {"aliased_bytes": 99}))[0]
-    assert runs.failures(row(kernel={"losses": ["C7510: slow"]})) == ["a: C7510: slow"]
+    slow = row(kernel={"losses": ["C7510: slow", "C7512: slow"]})
+    assert runs.failures(slow) == ["a: C7510: slow", "a: C7512: slow"]
+    monkeypatch.setattr(runs, "KNOWN_LOSSES", {("a", "one", "C7512"), ("a", "other", "C7510")})
+    assert runs.failures(slow) == ["a: C7510: slow"]
     spilling = row(kernel={"spill_bytes": 148})
     assert runs.failures(spilling) == ["a spills 148 bytes, expected at most 0"]
     monkeypatch.setattr(runs, "KNOWN_SPILLS", {("a", "one"): 147})
@@ -135,6 +138,8 @@ def test_the_cases_of_ci_are_cases_and_the_programs_are_those_of_the_engine() ->
     assert len(set(names)) == len(names)
     if jax_version() >= (0, 11):  # older ones have none of our kernels
         assert set(cuda_aot.CI) <= set(names)
+        known = {case for _, case in runs.KNOWN_SPILLS} | {case for _, case, _ in runs.KNOWN_LOSSES}
+        assert known <= set(names)
     for model, longest in steps.MAX_MODEL_LEN.items():
         programs_of = [case.program for case in steps.STEP_CASES.values() if case.model == model]
         shapes = [program.size for program in programs_of if isinstance(program.size, StepShape)]

@@ -224,6 +224,31 @@ def test_a_mix_of_everything_compiles_nothing_after_warm_up(model, monkeypatch):
     assert engine.stats().num_compilations == len(programs)
 
 
+def test_prompt_steps_of_few_rows_have_shapes_of_their_own_and_the_same_answers(model, monkeypatch):
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    requests += [(prompt, sampled(1)) for prompt in PROMPTS]
+    requests += [(PROMPTS[1], SamplingParams(max_tokens=3, temperature=0.0, logprobs=3, prompt_logprobs=3))]
+    options = {"token_buckets": (2, 4, 32), "recompile": "error", "warmup": "eager"}
+    wide = make_engine(model, **options)
+    expected = [serve(wide, requests, at_once=at_once) for at_once in (True, False)]
+
+    engine_driver.give_gpu_shapes(monkeypatch, 2)
+    engine = make_engine(model, **options)
+    few, many = engine.step_shapes[-2:]
+    assert engine.step_shapes == (*wide.step_shapes[:2], few, many)
+    assert [(shape.num_tokens, shape.num_rows) for shape in (few, many)] == [(32, 2), (32, 4)]
+    assert engine.stats().num_compilations == wide.stats().num_compilations + 2  # forward and prompt logprobs
+    shapes = engine_driver.shapes_taken(monkeypatch)
+    for at_once, answers in zip((True, False), expected, strict=True):
+        shapes.clear()
+        outputs = serve(engine, requests, at_once=at_once)
+        assert {few, many} & set(shapes) == ({few, many} if at_once else {few})
+        assert tokens_of(outputs) == tokens_of(answers)
+        found, wanted = ([one.logprob for one in made[-1].prompt_logprobs[1:]] for made in (outputs, answers))
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert engine.stats().num_compilations == wide.stats().num_compilations + 2
+
+
 def test_the_compiled_step_copies_no_pool(model):
     # One token is a case of its own: XLA's scatter of a single index copies what it writes to.
     engine = make_engine(model, num_pages=61, seqs=1, budget=8, token_buckets=(1, 8))

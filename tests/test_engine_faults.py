@@ -5,7 +5,7 @@ import pytest
 
 from jpaged.errors import ConfigError, PromptTooLongError, RecompileError, RequestError
 from jpaged.request import SamplingParams
-from tests.engine_driver import GREEDY, PROMPTS, make_engine, serve, tokens_of
+from tests.engine_driver import GREEDY, PROMPTS, check_pages, make_engine, serve, tokens_of
 from tests.fakes import greedy_without_cache, tiny_llama
 
 
@@ -106,3 +106,37 @@ def test_a_failed_step_stops_the_engine_and_says_so(model, monkeypatch):
         engine.add([1], GREEDY)
     with pytest.raises(RuntimeError, match="make a new Engine"):
         engine.step()
+
+
+@pytest.mark.parametrize("broken", ["make_pages", "make_sampler_state", "PageMover"])
+def test_a_failed_restart_leaves_an_engine_without_requests_that_says_why(model, monkeypatch, broken):
+    engine = make_engine(model)
+    expected = tokens_of(serve(engine, [(PROMPTS[0], GREEDY)]))
+    engine.add(PROMPTS[0], GREEDY, request_id="lost")
+    engine.step()
+
+    def no_room(*args, **options):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"jpaged.engine.{broken}", no_room)
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            engine.restart()
+
+    assert not engine.has_work
+    assert engine.abort("lost") is None
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_finished, stats.now.pages_used) == (0, 0, 0, 0)
+    check_pages(engine)
+    assert engine.picture().requests == ()
+    assert engine.page_map() == {}
+    assert engine.metrics.finished.total() == 0
+    engine.reset_prefix_cache()
+    what = [engine.step, engine.warm_up, lambda: engine.add([1]), lambda: engine.lower_step(engine.step_shapes[0])]
+    for call in what:
+        with pytest.raises(RuntimeError, match=r"a restart failed: .*RESOURCE_EXHAUSTED.*make a new Engine"):
+            call()
+    assert not any(hasattr(engine, name) for name in ("_kv_pages", "_state"))  # nothing of a pool takes memory
+
+    engine.restart()
+    assert tokens_of(serve(engine, [(PROMPTS[0], GREEDY)])) == expected

@@ -139,7 +139,7 @@ def tokens_of_a_start(*, may_lower: bool) -> list[list[int]]:
         def refuse(*args):
             raise LookupError("it is traced")
 
-        engine._runner.lower = refuse
+        engine._runner.lower = refuse  # type: ignore[method-assign]
     engine.warm_up()
     for index, prompt in enumerate(PROMPTS):
         engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), request_id=f"{index}")
@@ -159,7 +159,9 @@ def test_a_later_process_finds_all_programs(tmp_path):
     for may_lower in (True, False):
         start = f"test_engine_gpu.tokens_of_a_start(may_lower={may_lower})"
         code = f"import json; from tests import test_engine_gpu; print(json.dumps({start}))"
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         answers.append(json.loads(done.stdout.splitlines()[-1]))
     assert answers[0] == answers[1]

@@ -149,6 +149,7 @@ def test_an_abort_and_a_late_request_change_nothing_for_others(single, several):
 
 
 def test_all_that_may_come_is_compiled_at_start(several):
+    serve(several, [(PROMPTS[0], params())])
     programs = several._runner.programs(several.step_shapes)
     several_steps = [program for program in programs if program.part == "decode"]
     assert [str(program) for program in several_steps] == ["decode T4 S4 P16 x4"]

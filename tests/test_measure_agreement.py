@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jpaged.model_bytes import weight_bytes
+from jpaged.model_shapes import model_shape
+from jpaged.models.quantised import FEW_TOKENS_IN_PIECES, FEW_TOKENS_WIDENED
 from jpaged.request import Output, TokenLogprobs
 from scripts.golden_prompts import PROMPTS
 from scripts.measure_agreement import ROWS, agreement, prefix, render
@@ -50,3 +53,14 @@ def test_the_page_has_the_record() -> None:
     int8 = record["results"]["weights"]["int8"]
     assert int8["rise_percent"] + int8["error_percent"] < 1  # what was asked of it
     assert int8["agreement"] >= 0.95
+    fp8 = record["results"]["weights"]["fp8"]
+    assert fp8["rise_percent"] - fp8["error_percent"] > 1  # and what the page says of it
+
+
+def test_what_the_page_says_of_sizes_and_steps_is_so() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    llama = model_shape("llama-3.1-8b")
+    whole, int8 = (weight_bytes(llama, "bfloat16", form) / 1e9 for form in (None, "int8"))
+    assert f"Llama-3.1-8B in bfloat16, int8 leaves {int8:.0f} GB of {whole:.0f}" in " ".join(text.split())
+    assert f"| up to {FEW_TOKENS_IN_PIECES}: activations in two int8 pieces" in text
+    assert f"| up to {FEW_TOKENS_WIDENED}: codes are widened" in text

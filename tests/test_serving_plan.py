@@ -36,7 +36,8 @@ def test_every_way_that_fits_fits(model, topology):
             assert one.page_buckets[-1] * one.page_size >= one.max_model_len
             assert one.sequences(one.max_model_len) >= 1
             assert one.sequences(one.max_model_len + 1) == 0
-            assert engine_config(one).step_shapes(one.max_model_len, one.page_size) == one.step_shapes
+            platform = found.topology.accelerator.platform
+            assert engine_config(one).step_shapes(one.max_model_len, one.page_size, platform) == one.step_shapes
         else:
             assert one.num_pages == one.token_capacity == one.max_model_len == 0
             assert "are lacking" in one.objection
@@ -94,6 +95,15 @@ def test_a_core_of_a_chip_of_two_is_a_device():
     found = plan("Llama-3.1-8B", "tpu7x-4")
     assert found.chosen.degree == 8
     assert found.as_dict()["bytes_per_chip"] == 2 * found.chosen.bytes_used
+
+
+def test_steps_of_few_rows_are_planned_for_too():
+    few, many = (plan("Llama-3.1-8B", "h200", max_num_seqs=rows).chosen for rows in (64, 256))
+    of_largest = [{shape.num_rows for shape in one.step_shapes if shape.num_tokens == 2048} for one in (few, many)]
+    assert of_largest == [{64}, {64, 256}]
+    for one in (few, many):
+        assert one.parts["programs"] == 8_000_000 * len(one.step_shapes)
+        assert one.as_dict()["step_shapes"][-1] == f"T2048 S{one.max_num_seqs} P{one.page_buckets[-1]}"
 
 
 def test_wishes_are_kept():

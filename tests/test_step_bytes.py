@@ -166,6 +166,7 @@ def test_what_is_lent_is_what_the_runner_lends(rows, steps):
     num_bytes = sum(one.depth * math.prod(one.shape) * one.dtype.itemsize for one in lent)
     assert lent_bytes(shapes, itemsize=2, **sizes) == num_bytes
     assert {shape.num_steps for shape in shapes} == {1, steps}
+    assert len({shape for shape in shapes if shape.num_tokens == 512}) == 2 * {1: 1, 32: 1, 300: 3}[rows]
 
 
 def test_other_dtypes_are_refused():

@@ -81,6 +81,15 @@ def test_programs_run_in_order_and_all_are_known():
         assert set(programs) <= set(known)
 
 
+def test_shapes_of_few_rows_add_no_sampling_programs_and_the_largest_come_first():
+    few = StepShape(16, 2, 2)
+    added = [Program(part, few) for part in ("forward", "prompt logprobs")]
+    programs = all_programs((*SHAPES[:2], few, SHAPES[2]))
+    assert [one for one in programs if one not in all_programs(SHAPES)] == added
+    assert [one.size for one in programs if one.part == "forward"] == [SHAPES[2], few, SHAPES[1], SHAPES[0]]
+    assert [one.size for one in programs if one.kind == "full"] == [4, 2]
+
+
 def test_a_back_end_with_few_kinds_takes_the_fullest_for_the_others():
     few = ("greedy", "full")
     assert [needs_of(plan_of(fields), few).sampling for fields in ({}, DRAW, FILTER)] == ["greedy", "full", "full"]

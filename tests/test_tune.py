@@ -1,7 +1,13 @@
 """Which sizes `scripts/tune.py` puts into a table."""
 
 import doctest
+import itertools
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from jpaged.pallas_kernels.tuned_blocks import FIELDS, read_table
 from scripts import tune
 
 _CELL = {"head_dim": 128, "itemsize": 2, "units": 8, "rule_us": 10.0}
@@ -36,3 +42,42 @@ def test_the_rules_are_among_what_is_measured() -> None:
         for rows in tune.DECODE_STEPS:
             rule = tune.rule_gpu_blocks(model.head_dim, 132, model.itemsize, units=rows * model.kv_heads)
             assert rule.consumers in tune.decode_consumers(model)
+
+
+KIND = "NVIDIA H1"  # there is none
+
+
+def record_of(**cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """As `main` makes it, of measurements by kernel."""
+    chosen = {kernel: tune.choices(kernel, cells.get(kernel, [])) for kernel in FIELDS}
+    return {"script": "tune", "device": KIND, "results": {"chosen": chosen, **cells}}
+
+
+def won(model: tune.Model, sizes: dict[str, int], units: int = 0) -> dict[str, Any]:
+    """The measurement of sizes that are faster than the rules'."""
+    shape = {"head_dim": model.head_dim, "itemsize": model.itemsize, "units": units}
+    return {**shape, "sizes": sizes, "us": 5.0, "rule_us": 10.0}
+
+
+def test_whatever_sizes_win_the_table_is_read_again(tmp_path: Path) -> None:
+    cells = [
+        ("decode", won(model, {"consumers": n, "stages": tune._stages(model, n), "full_share": share}, rows))
+        for model, share, rows in itertools.product(tune.DECODE_MODELS, tune.SHARES, tune.DECODE_STEPS)
+        for n in tune.decode_consumers(model)
+    ]
+    for model in tune.PREFILL_MODELS:
+        cells += [("prefill", won(model, sizes)) for sizes in tune.prefill_sizes(model) if sizes]
+    for number, (kernel, cell) in enumerate(cells):
+        path = tune.write_table(record_of(**{kernel: [cell]}), KIND, tmp_path / f"{number}")
+        (choice,) = read_table(KIND, path.parent)[kernel]
+        assert (choice.head_dim, choice.itemsize, choice.sizes) == (cell["head_dim"], cell["itemsize"], cell["sizes"])
+        assert choice.min_units <= cell["units"] < choice.end_units
+
+
+def test_a_table_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:
+    record = record_of(decode=[won(tune.DECODE_MODELS[0], {"stages": 9})])
+    with pytest.raises(ValueError, match="decode: stages is 9; expected an integer from 2 to 8"):
+        tune.write_table(record, KIND, tmp_path)
+    with pytest.raises(ValueError, match="a table of the device 'NVIDIA H1'; expected 'NVIDIA H200'"):
+        tune.write_table(record_of(), "NVIDIA H200", tmp_path)
+    assert list(tmp_path.iterdir()) == []

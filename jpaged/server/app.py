@@ -221,6 +221,8 @@ class _Counted:
             await send(message)
 
         connection: Connection | None = scope.get("state", {}).get(STATE_KEY)
+        if connection is not None and scope["http_version"] == "1.0":
+            send = connection.without_chunks(send)
         self._metrics.num_active += 1
         try:
             with contextlib.nullcontext() if connection is None else connection.serving():

@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
+from starlette.types import Message, Send
+
 from jpaged.server.turnstile import Turnstile
 
 _LOGGER: Final = logging.getLogger("jpaged.server")
@@ -69,6 +71,25 @@ class Connection(asyncio.Protocol):
         finally:
             self._num_served -= 1
             self._await_request()
+
+    def without_chunks(self, send: Send) -> Send:
+        """`send` of the request that is served now, for a client of HTTP/1.0.
+
+        That has no chunks: an answer whose length nobody knows ends with the connection, which uvicorn closes then. But
+        its protocol on httptools writes chunks for every client, unless it believes that it was told a length.
+        """
+        cycle, is_open = self._inner.cycle, False
+
+        async def sending(message: Message) -> None:
+            nonlocal is_open
+            if message["type"] == "http.response.start":
+                is_open = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_open else None
+            elif is_open:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        return sending
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -14,6 +14,9 @@ Row = dict[str, Any]
 KNOWN_SPILLS: Final[dict[tuple[str, str], int]] = {
     # Up to 64 query rows over 8-bit pages, of a few tokens: large steps have other tiles (docs/architecture/18).
     ("paged_attention_decode", "decode float8_everything"): 1296,
+    ("paged_attention_decode", "decode float8_head_dim_96"): 1096,
+    ("paged_attention_decode", "decode float8_head_dim_256"): 4124,
+    ("paged_attention_decode", "decode int8_smollm2_heads"): 196,
     # 64 query heads a KV head, so the decode rows of a mixed step have a row of the tile for each.
     ("paged_attention_decode", "prefill group_of_64"): 832,
     # 64 rows at a head_dim of 256: their output alone takes 128 registers of each thread.
@@ -27,6 +30,16 @@ KNOWN_SPILLS: Final[dict[tuple[str, str], int]] = {
     ("paged_attention_decode", "decode group_of_16"): 8,
     ("paged_attention_prefill", "prefill everything"): 8,
 }
+
+# By which kernels are slower than they are written, by kernel, case and number of ptxas's message.
+KNOWN_LOSSES: Final[frozenset[tuple[str, str, str]]] = frozenset(
+    {
+        # 64 rows at a head_dim of 256 over 8-bit pages: outputs take 128 registers of a thread, keys 64 and two blocks'
+        # scores 64, which are all there are, so one product waits for the other. Prefill's own tiles do not fit
+        # either, so steps of any size with prefill tokens run so (docs/architecture/18).
+        ("paged_attention_decode", "decode float8_head_dim_256", "C7512"),
+    }
+)
 
 
 class Job(NamedTuple):
@@ -80,7 +93,7 @@ def run_jobs(
 
 
 def failures(row: Row) -> list[str]:
-    """What is wrong with a row: refused, the pool copied, registers spilled that are not known to be, speed lost."""
+    """What is wrong with a row: refused, the pool copied, registers spilled or speed lost that are not known to be."""
     if "refused" in row:
         return [row["refused"]]
     wrong = []
@@ -92,5 +105,7 @@ def failures(row: Row) -> list[str]:
         known = KNOWN_SPILLS.get((kernel["name"], row["case"]), 0)
         if kernel["spill_bytes"] > known:
             wrong.append(f"{kernel['name']} spills {kernel['spill_bytes']} bytes, expected at most {known}")
-        wrong += [f"{kernel['name']}: {loss}" for loss in kernel["losses"]]
+        for loss in kernel["losses"]:
+            if (kernel["name"], row["case"], loss.partition(":")[0]) not in KNOWN_LOSSES:
+                wrong.append(f"{kernel['name']}: {loss}")
     return wrong

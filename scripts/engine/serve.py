@@ -95,17 +95,27 @@ def serve(
 def exercise(engine: Engine) -> float:
     """Runs every step shape a few times, as the first runs of a program are slow: they record its CUDA graph.
 
+    Of shapes of as many tokens, that of fewest rows runs with as few prompts as fill it, each other one with more than
+    the one before it holds.
+
     Returns:
       Seconds.
     """
     begin = time.perf_counter()
-    longest, rows = engine.pool_plan.max_model_len - 4, engine.config.scheduler.max_num_seqs
-    for size in sorted({shape.num_tokens for shape in engine.step_shapes}):
-        if size <= rows:  # it decodes
+    longest, scheduler = engine.pool_plan.max_model_len - 4, engine.config.scheduler
+    rows_before: dict[int, int] = {}  # of the shape before, by tokens
+    for size, num_rows in sorted({(shape.num_tokens, shape.num_rows) for shape in engine.step_shapes}):
+        if size <= scheduler.max_num_seqs:  # it decodes
             serve(engine, [request([1], 4)] * size, what=f"{size} rows")
             continue
-        for turn in range(3):
-            pieces = [min(longest, size - first) for first in range(0, size, longest)]
+        tokens = min(size, scheduler.max_num_batched_tokens)
+        count = max(min(-(-tokens // longest), num_rows), 1 + rows_before.get(size, 0))
+        tokens = min(tokens, count * longest)
+        rows_before[size] = num_rows
+        # Prompts that begin alike would share their pages in the step itself, and leave it smaller.
+        lengths = [tokens // count + (row < tokens % count) for row in range(count)]
+        prompts = [[row % engine.vocab_size] * length for row, length in enumerate(lengths)]
+        for _ in range(3):
             engine.reset_prefix_cache()
-            serve(engine, [request([turn] * tokens, 1) for tokens in pieces], what=f"{size} tokens")
+            serve(engine, [request(prompt, 1) for prompt in prompts], what=f"{size} tokens of {count} rows")
     return time.perf_counter() - begin

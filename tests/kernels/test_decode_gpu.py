@@ -13,7 +13,7 @@ import pytest
 from jpaged.pallas_kernels import PageSpec, attend_and_write, paged_attention, plan_attention
 from jpaged.pallas_kernels.compat import current_gpu, jax_version
 from jpaged.pallas_kernels.reference import paged_attention_reference
-from jpaged.pallas_kernels.tuning import choose_gpu_blocks, scale_box
+from jpaged.pallas_kernels.tuning import NARROW_ROWS, choose_gpu_blocks, scale_box
 from tests.arg_specs import ArgSpec, Inputs, make_inputs
 from tests.kernels.hlo import pool_copies
 
@@ -105,8 +105,12 @@ LOWERED = (
     "int8",
     "float8_everything",
     "float8_smollm2_heads_decode",
+    "float8_group_of_16",
+    "int8_smollm2_heads",
     "int8_head_dim_96",
+    "float8_head_dim_96",
     "int8_head_dim_256",
+    "float8_head_dim_256",
     "int8_page_of_8",
     "float8_page_of_24",
     "float8_page_of_128",
@@ -125,6 +129,21 @@ def layers(q, k, v, kv_pages, meta, count: int = 1):
     for _ in range(count):
         q, kv_pages = attend_and_write(q, k, v, kv_pages, meta, implementation="mosaic_gpu")
     return q, kv_pages
+
+
+@needs_jax_011
+def test_every_tile_is_among_what_is_lowered_and_compiled() -> None:
+    """A kind of tile at a head_dim is another kernel, and over 8-bit pages so is each number of its rows."""
+    from jpaged.pallas_kernels.attention_gpu import choose_tile
+
+    def tile(spec: ArgSpec) -> tuple[bool, bool, int, int]:
+        num_tokens, num_rows = sum(spec.q_lens) + spec.pad_tokens, len(spec.q_lens) + spec.pad_rows
+        group, quantized = spec.num_heads // spec.num_kv_heads, spec.page_spec.quantized
+        tokens, narrow = choose_tile(num_tokens, num_rows, group, spec.head_dim)
+        return quantized, narrow, spec.head_dim, -(-tokens * group // NARROW_ROWS) if quantized else 0
+
+    compiled = {tile(spec) for spec in GPU_SPECS if spec.name in LOWERED}
+    assert [spec.name for spec in GPU_SPECS if tile(spec) not in compiled] == []
 
 
 @needs_jax_011

@@ -1,5 +1,7 @@
 """Which implementation is chosen, and what is said of the others."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from jpaged.pallas_kernels import (
     resolve_implementation,
     supported_implementations,
 )
-from jpaged.pallas_kernels.compat import jax_version
+from jpaged.pallas_kernels.compat import GPU, current_gpu, jax_version
 
 
 def spec(implementation: str) -> PageSpec:
@@ -43,6 +45,22 @@ def test_a_missing_kernel_is_an_error_with_the_reason(name: str) -> None:
 def gpu_mesh(kind: str) -> jax.sharding.AbstractMesh:
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+
+
+def test_of_gpus_of_several_kinds_the_default_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("NVIDIA H200", "9.0", 132), ("NVIDIA A100", "8.0", 108)
+    names = "device_kind", "compute_capability", "core_count"
+    first, second = (SimpleNamespace(platform="gpu", **dict(zip(names, kind, strict=True))) for kind in kinds)
+
+    def seen(default: object) -> GPU | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            patch.setattr(jax, "devices", lambda: [first, second])
+            patch.setattr(jax, "config", SimpleNamespace(jax_default_device=default))
+            return current_gpu()
+
+    assert seen(None) == seen("gpu") == seen(SimpleNamespace(platform="cpu")) == GPU(*kinds[0])
+    assert seen(second) == GPU(*kinds[1])
 
 
 PAGES = PageSpec(2, 16, 1, 64, jnp.dtype("bfloat16"))

@@ -102,6 +102,40 @@ def test_long_bodies_and_heads_behind_them_are_no_heads_without_an_end(server):
     assert answers.count(b"HTTP/1.1 200") == 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_of_http_1_0_gets_its_answer_without_chunks(server, stream):
+    """Its protocol has none: an answer of a length that nobody knows ends with the connection."""
+    body = json.dumps({"prompt": "ab", "max_tokens": 5, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    head += b"Connection: keep-alive\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(head % len(body) + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    headers, _, content = answer.partition(b"\r\n\r\n")
+    assert headers.split(b" ")[1] == b"200"
+    assert b"connection: close" in headers.split(b"\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    if stream:
+        assert [json.loads(event.removeprefix(b"data: ")) for event in content.split(b"\n\n")[:-2]]
+        assert content.startswith(b"data: {")
+        assert content.endswith(b"\n\ndata: [DONE]\n\n")
+    else:
+        assert b"content-length: %d" % len(content) in headers
+        assert json.loads(content)["usage"]["completion_tokens"] == 5
+
+
+def test_a_client_of_http_1_0_gets_the_first_event_before_the_last(server):
+    body = json.dumps({"prompt": "ab", "max_tokens": 5, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    server.do(server.client.gate.clear)
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(head % len(body) + body)
+        server.wait_until(lambda: server.client.num_live == 1)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")  # while the answer waits
+        server.do(server.client.gate.set)
+        assert b"".join(iter(lambda: connection.recv(65536), b"")).endswith(b"data: [DONE]\n\n")
+
+
 def test_a_client_that_reads_slowly_gets_its_whole_answer():
     async def main():
         transport = Transport(unread=50, reads=10)

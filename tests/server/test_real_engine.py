@@ -4,7 +4,6 @@ import random
 import re
 from pathlib import Path
 
-import openai
 import pytest
 
 from tests.server.running import events
@@ -41,7 +40,15 @@ def real(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def client(real):
+def openai():
+    """OpenAI's client. It takes most of a second to import, and all workers collect this file, but one runs it."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture
+def client(real, openai):
     with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -83,7 +90,7 @@ def test_openai_client_completes_and_scores(client) -> None:
     assert all(-20 < logprob < 0 for logprob in others)
 
 
-def test_openai_client_gets_its_errors(client) -> None:
+def test_openai_client_gets_its_errors(client, openai) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p is 7") as caught:
         client.completions.create(model="tiny", prompt="a", top_p=7)
     assert (caught.value.param, caught.value.type) == ("top_p", "BadRequestError")
@@ -145,7 +152,7 @@ def test_events_joined_are_the_whole_answer(real, seeds) -> None:
         assert last["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"], body
 
 
-def test_structured_outputs(real, client) -> None:
+def test_structured_outputs(openai, client) -> None:
     asked = {"model": "tiny", "prompt": "a", "max_tokens": 20, "seed": 1}
     (choice,) = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "[ab]{3}x"}}).choices
     assert re.fullmatch("[ab]{3}x", choice.text)
