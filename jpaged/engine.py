@@ -367,7 +367,7 @@ class Engine:
         start = time.perf_counter()
         self._runner.compile_all(self._kv_pages, self._state, self._runner.programs(self.step_shapes), on_compiled)
         with deferred_interrupts():  # both are donated
-            self._state = self._loader.warm_up(self._state, idle=not self.has_work, masks=self.tokenizer is not None)
+            self._state = self._loader.warm_up(self._state, masks=self.tokenizer is not None)
             self._kv_pages = self._mover.warm_up(self._kv_pages)
         self._runner.mark_warm()
         return time.perf_counter() - start

@@ -1,7 +1,8 @@
 """`PageMover`: carries out a plan's `PageTransfers`: pages to the host and back, and copies within the pool."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,10 +35,7 @@ class PageMover:
             np.zeros((num_host_pages + 1, *leaf.shape[1:]), leaf.dtype) if num_host_pages else None
             for leaf in jax.tree.leaves(kv_pages)
         ]
-        self._copy = jax.jit(_copy, donate_argnums=0)
-        self._read = jax.jit(_read)
-        write = partial(_write, implementation=kv_pages[0].spec.implementation)
-        self._write = jax.jit(write, donate_argnums=0)
+        self._copy, self._read, self._write = _programs(kv_pages[0].data.sharding, kv_pages[0].spec.implementation)
 
     def move(self, kv_pages: list[KVPages], transfers: PageTransfers) -> list[KVPages]:
         """Moves what a plan asks for, in the order of its fields. `kv_pages` is consumed.
@@ -76,6 +74,21 @@ def _lists(pairs: tuple[tuple[int, int], ...]) -> Iterator[tuple[np.ndarray, np.
         padded = np.zeros((2, next(length for length in _LENGTHS if length >= len(part))), np.int32)
         padded[:, : len(part)] = np.array(part, np.int32).T
         yield padded[0], padded[1], len(part)
+
+
+@cache  # for an engine that begins anew, which compiles nothing
+def _programs(place: Any, implementation: str) -> tuple[Any, Any, Any]:
+    """`_copy`, `_read` and `_write`, compiled for pages that lie in one place.
+
+    It is said, as jax would else compile them once for new pages, which are bound to no device, and again for those
+    that a step gives back.
+    """
+    write = partial(_write, implementation=implementation)
+    return (
+        jax.jit(_copy, donate_argnums=0, in_shardings=place),
+        jax.jit(_read, in_shardings=place),
+        jax.jit(write, donate_argnums=0, in_shardings=place),
+    )
 
 
 def _copy(kv_pages, sources, copies):

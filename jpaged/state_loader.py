@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.constraints import Constraints
-from jpaged.request import SamplingParams
 from jpaged.sampler_state import (
     SamplerEntry,
     SamplerState,
@@ -15,6 +14,7 @@ from jpaged.sampler_state import (
     load_entry,
     load_masks,
     needs_entry,
+    warm_up_entry,
     warm_up_masks,
 )
 from jpaged.sequence import Sequence
@@ -76,17 +76,14 @@ class StateLoader:
             state = load_entry(state, index, entry)
         return load_masks(state, loads.masks) if loads.masks else state
 
-    def warm_up(self, state: SamplerState, *, idle: bool, masks: bool) -> SamplerState:
-        """Compiles the small programs that `load` uses (`state` is donated).
+    def warm_up(self, state: SamplerState, *, masks: bool) -> SamplerState:
+        """Compiles the small programs that `load` uses; nobody's entry changes.
 
         Args:
-          state: of the engine.
-          idle: entry 0 is nobody's, so that it may be emptied; if it is not, somebody has most likely compiled the
-            program already.
+          state: of the engine; it is donated.
           masks: there can be forms.
         """
-        if idle:
-            state = load_entry(state, 0, entry_for(SamplingParams(), (), state.vocab_size))
+        state = warm_up_entry(state)
         return warm_up_masks(state) if masks else state
 
     def clear(self) -> None:

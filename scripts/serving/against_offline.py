@@ -55,7 +55,7 @@ def main() -> int:
     print_table("the server against its engine", ["", "tokens/s", "s", "ms a step"], rows)
     print(f"the server reaches {results['server_of_offline']:.1%}; /health {results['server']['health']['ms']}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the figures are the server's device's, which is in them
-    print_json("against_offline", results)
+    print_json("serving/against_offline", results)
     return 1 if results["server"]["errors"] else 0
 
 

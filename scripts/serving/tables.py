@@ -116,6 +116,33 @@ def flood_table(records: Sequence[Record]) -> str:
     return table(columns, rows, num_text=3)
 
 
+def offline_table(records: Sequence[Record]) -> str:
+    """How much of its engine's speed a server's clients get."""
+    columns = ["Hardware", "Model", "Streams", "Tokens in + out", "Engine alone, tokens/s", "Server, tokens/s", "Of it"]
+    columns += ["TTFT p50", "p99", "ITL p50", "p99", "HTTP, us a token", "Engine's process", "/health p99", "Measured"]
+    rows = []
+    for record in records:
+        if record.script != "serving/against_offline":
+            continue
+        r, server = record.results, record.results["server"]
+        rows.append(
+            [
+                r["engine_device"] if r["engine_device"] != "cpu" else record.device,
+                f"{r['model']}, {server['info']['dtype']}",
+                f"{r['streams']}",
+                f"{r['prompt_tokens']} + {r['output_tokens']}",
+                f"{r['offline']['output_tokens_per_s']:,.0f}",
+                f"{server['output_tokens_per_s']:,.0f}",
+                f"{r['server_of_offline']:.1%}",
+                *(_ms(server, *which) for which in (("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"))),
+                *(f"{server['server_cpu_us_per_token'][name]:.1f}" for name in ("server", "jpaged.engine_host")),
+                f"{server['health']['ms']['p99']:.1f}",
+                source(record),
+            ]
+        )
+    return table(columns, rows, num_text=2)
+
+
 def soak_table(records: Sequence[Record]) -> str:
     """What became of random requests."""
     columns = ["Hardware", "Requests", "Answered", "Refused", "Come again", "Left", "Aborted", "Compared", "Preempted"]
@@ -243,6 +270,7 @@ PARTS: Final[Mapping[str, Callable[[Sequence[Record]], str]]] = {
     "serving-load": load_table,
     "serving-host": host_table,
     "serving-flood": flood_table,
+    "serving-offline": offline_table,
     "serving-soak": soak_table,
     "serving-equality": equality_table,
     "serving-clients": clients_table,
