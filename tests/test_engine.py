@@ -1,14 +1,19 @@
 """The engine's promises: same answer however it was computed, no page leaked, no request harmed by another."""
 
 import functools
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig
+from jpaged.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from jpaged.engine import Engine
 from jpaged.errors import ConfigError
 from jpaged.request import SamplingParams
@@ -16,6 +21,7 @@ from tests import engine_driver
 from tests.engine_driver import GREEDY, PAGE, PROMPTS, make_engine, tokens_of
 from tests.fakes import dense_logits, greedy_without_cache, tiny_llama
 from tests.kernels.hlo import pool_copies
+from tests.test_engine_structured import FORMS, TOKENIZER
 
 # Engines are shared, so what one test computed must not be found by the next one.
 serve = functools.partial(engine_driver.serve, cold=True)
@@ -222,6 +228,76 @@ def test_a_mix_of_everything_compiles_nothing_after_warm_up(model, monkeypatch):
         serve(engine, requests)
     assert compiled == []
     assert engine.stats().num_compilations == len(programs)
+
+
+def requests_of_every_kind() -> list:
+    common = {"max_tokens": 12, "ignore_eos": True}
+    beams = SamplingParams(temperature=0.0, n=2, best_of=4, use_beam_search=True, **common)
+    form = SamplingParams(structured=FORMS["choice"], max_tokens=40)
+    return [
+        *((prompt, GREEDY) for prompt in PROMPTS),
+        *((prompt, SamplingParams(seed=1, **common)) for prompt in PROMPTS),
+        *((prompt, sampled(1)) for prompt in PROMPTS[:3]),
+        *((prompt, beams) for prompt in PROMPTS[:3]),
+        *((prompt, SamplingParams(n=3, best_of=4, **common)) for prompt in PROMPTS[:3]),
+        *((prompt, form) for prompt in PROMPTS if find_spec("llguidance")),
+        *((list(range(20 * i, 20 * i + 30)), replace(GREEDY, max_tokens=30, presence_penalty=0.5)) for i in range(6)),
+        ([7, 8, 9] * 6, replace(GREEDY, max_tokens=30)),
+        ([4], SamplingParams(max_tokens=3, top_p=0.5)),
+        ([4, 5], SamplingParams(max_tokens=9, min_tokens=3, logit_bias={3: 1.0}, allowed_token_ids=range(9))),
+        (PROMPTS[1], SamplingParams(max_tokens=6, logprobs=20, prompt_logprobs=20)),
+    ]
+
+
+def compiled_late(guesses: bool) -> dict[str, list]:
+    """What jax compiles for an engine until it is warm, and after that; and how often things happened that may do so.
+
+    Args:
+      guesses: the engine guesses, has 8-bit pages, and warms up while it serves. Else it has several steps in one
+        program, and weights that are bound to their device, as what a step gives is then too.
+    """
+    compiled = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    model, other = (tiny_llama(seed, vocab_size=288) for seed in (0, 1))
+    options = {"cache": {"host_pages": 16, "dtype": "int8" if guesses else "float32"}, "decode_steps": 4 - 3 * guesses}
+    options |= {"num_pages": 24, "length": 64, "scheduler": {"preemption": "swap", "headroom_pages": 0}}
+    options["speculation"] = SpeculationConfig(shortest_match=1, token_cost=0.0, wait_cost=0.0) if guesses else None
+    if not guesses:
+        nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    engine = Engine(model, engine_driver.make_engine_config(recompile="error", **options), tokenizer=TOKENIZER)
+    if guesses:
+        engine.add(PROMPTS[0], GREEDY)
+        engine.step()
+    engine.warm_up()
+    early, counts = [*compiled], []
+    for at_once in (True, False, True):
+        serve(engine, requests_of_every_kind(), at_once=at_once)
+        engine.pin_prefix([1] * 20)
+        engine.step()
+        engine.update_weights(other)
+        engine.step()
+        stats = engine.stats()
+        counts.append((stats.num_swaps or not at_once, stats.num_guesses or not guesses, stats.num_copied_pages))
+        engine.restart()
+    return {"early": early, "late": compiled[len(early) :], "counts": counts}
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_an_engine_alone_in_a_process_compiles_nothing_after_warm_up(guesses):
+    # What other engines of a process compiled, this one would find.
+    code = f"import json; from tests import test_engine; print(json.dumps(test_engine.compiled_late({guesses})))"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"jit(forward)", "jit(_load_entry)", "jit(_load_masks)", "jit(_write)"} <= {*found["early"]}
+    assert found["late"] == []
+    assert all(map(all, found["counts"])), found["counts"]
 
 
 def test_prompt_steps_of_few_rows_have_shapes_of_their_own_and_the_same_answers(model, monkeypatch):

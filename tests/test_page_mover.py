@@ -16,7 +16,7 @@ PAGES, HOST = 90, 60
 KINDS = (("float32", "xla"), ("bfloat16", "xla"), ("int8", "xla"), ("int8", "mosaic_tpu"))
 
 
-def make_pool(dtype: str, stored_for: str = "xla") -> list[KVPages]:
+def make_pool(dtype: str, stored_for: str = "xla", num_pages: int = PAGES) -> list[KVPages]:
     """Two layers of different widths, filled with random bits: NaN, infinities and subnormals among them."""
     rng = np.random.default_rng(7)
 
@@ -28,14 +28,15 @@ def make_pool(dtype: str, stored_for: str = "xla") -> list[KVPages]:
             words[is_nan] = words[is_nan] & 0xFF80 | 0x40
         return jnp.array(values)
 
-    specs = [PageSpec(PAGES, 8, heads, width, dtype, stored_for) for heads, width in ((1, 4), (2, 8))]
+    specs = [PageSpec(num_pages, 8, heads, width, dtype, stored_for) for heads, width in ((1, 4), (2, 8))]
     return [jax.tree.map(noise, make_pages(spec)) for spec in specs]
 
 
 def bits(kv_pages: list[KVPages]) -> list[np.ndarray]:
     """Each leaf as bytes, a row a page."""
     # Of copies: an array that numpy has a view of cannot be donated.
-    return [np.asarray(leaf.copy()).reshape(PAGES, -1).view(np.uint8).copy() for leaf in jax.tree.leaves(kv_pages)]
+    copies = [np.asarray(leaf.copy()) for leaf in jax.tree.leaves(kv_pages)]
+    return [copy.reshape(len(copy), -1).view(np.uint8).copy() for copy in copies]
 
 
 def moved(pool: np.ndarray, host: np.ndarray, transfers: PageTransfers) -> None:
@@ -107,20 +108,26 @@ def test_no_program_copies_the_pool(dtype, stored_for):
     assert compiled.memory_analysis().output_size_in_bytes < sum(leaf.nbytes for leaf in leaves) / 10
 
 
-def test_after_a_warm_up_nothing_is_compiled(monkeypatch):
-    for num_host_pages in (0, 4):
-        kv_pages = make_pool("bfloat16")
-        mover = PageMover(kv_pages, num_host_pages=num_host_pages)
-        before = bits(kv_pages)
-        kv_pages = mover.warm_up(kv_pages)
-        for leaf, old in zip(bits(kv_pages), before, strict=True):
-            np.testing.assert_array_equal(leaf[1:], old[1:])
-        swaps = ((1, 1), (2, 2)) if num_host_pages else ()
-        with monkeypatch.context() as patch:
-            patch.setattr("jax._src.compiler.compile_or_get_cached", lambda *args, **kwargs: pytest.fail("compiles"))
+@pytest.mark.parametrize("num_host_pages", [0, 4])
+def test_after_a_warm_up_nothing_is_compiled(num_host_pages, monkeypatch):
+    # New pages are bound to no device, and those that a step gives may be. Nobody else has as many pages as these.
+    num_pages = PAGES + 1 + num_host_pages
+    pools = [make_pool("bfloat16", num_pages=num_pages) for _ in range(2)]
+    pools.append(jax.device_put(pools[0], jax.devices()[0]))
+    pools[0] = make_pool("bfloat16", num_pages=num_pages)
+    mover = PageMover(pools[0], num_host_pages=num_host_pages)
+    before = bits(pools[0])
+    pools[0] = mover.warm_up(pools[0])
+    for leaf, old in zip(bits(pools[0]), before, strict=True):
+        np.testing.assert_array_equal(leaf[1:], old[1:])
+    swaps = ((1, 1), (2, 2)) if num_host_pages else ()
+    with monkeypatch.context() as patch:
+        patch.setattr("jax._src.compiler.compile_or_get_cached", lambda *args, **kwargs: pytest.fail("compiles"))
+        for kv_pages in pools:
             for count in (1, 4, 5, 32, 33):
                 copies = tuple((page, page + 40) for page in range(1, count + 1))
                 kv_pages = mover.move(kv_pages, PageTransfers(swaps, swaps, copies))
+            mover = PageMover(kv_pages, num_host_pages=num_host_pages)  # as an engine makes it that begins anew
 
 
 def test_without_host_pages_no_host_memory_is_taken():

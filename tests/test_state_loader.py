@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import entry_for, make_sampler_state
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
-from jpaged.state_loader import StateLoader
+from jpaged.state_loader import StateLoader, StateLoads
 from jpaged.step_plan import StepPlan
 from jpaged.structured import StructuredOutput
 from jpaged.token_mask import unpack_mask
@@ -193,13 +194,29 @@ def test_nothing_is_due_for_most_plans():
     assert loader.due(run.scheduler.plan()) is None
 
 
-def test_warming_up_empties_entry_0_only_where_it_is_nobodys():
+def test_warming_up_changes_nobodys_entry():
     loader = made(Run())
     state = make_sampler_state(4, SIZE)
-    state = jax.tree.map(lambda leaf: leaf if leaf.ndim > 1 else leaf + 5, state)
-    state = loader.warm_up(state, idle=False, masks=True)
-    assert state.last_token.tolist() == [5] * 5
-    assert loader.warm_up(state, idle=True, masks=False).last_token.tolist() == [0, 5, 5, 5, 5]
+    before = jax.tree.map(lambda leaf: np.full_like(leaf, 1), state)
+    state = loader.warm_up(jax.tree.map(jnp.asarray, before), masks=True)
+    for leaf, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(leaf[:4], old[:4])
+
+
+def test_after_a_warm_up_no_load_compiles_be_the_state_bound_to_its_device_or_not(monkeypatch):
+    size = SIZE + 1  # of which no other test compiled anything
+    loader = StateLoader([END], size, Run().constraints)
+    unbound = [make_sampler_state(4, size) for _ in range(3)]
+    token = unbound[2].last_token + 0
+    state = loader.warm_up(unbound.pop(), masks=True)
+    assert all(leaf.committed for leaf in jax.tree.leaves(state))
+    states = [unbound.pop(), jax.device_put(unbound.pop(), jax.devices()[0]), replace(state, last_token=token)]
+    entry, mask = entry_for(SamplingParams(), (), size), np.zeros(state.token_mask.shape[1], np.uint32)
+    with monkeypatch.context() as patch:
+        patch.setattr("jax._src.compiler.compile_or_get_cached", lambda *args, **kwargs: pytest.fail("compiles"))
+        for state in states:
+            for count in (0, 1, 4):
+                state = loader.load(state, StateLoads([(0, entry)], [(index, mask) for index in range(count)]))
 
 
 def test_clear_forgets_who_had_no_row_yet():
