@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from .compat import current_gpu, jax_version
 from .dispatch import current_platform
-from .product_plan_gpu import ProductBlocks, Result, product_blocks
+from .product_plan_gpu import GatedBlocks, ProductBlocks, Result, gated_blocks, product_blocks
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 128
 _MIN_INPUTS = 768  # of a part: shorter ones do not pay for their sum
@@ -41,15 +41,28 @@ def num_parts(tokens: int, inputs: int, outputs: int, multiprocessors: int) -> i
     return parts
 
 
-def _own_blocks(x: Array, kernel: Array, result: Result) -> ProductBlocks | None:
-    """How our kernel multiplies them; `None` where it does not."""
+def _multiprocessors(x: Array, kernel: Array) -> int | None:
+    """Of a Hopper GPU whose kernels take such operands; `None` where there is none."""
     gpu = current_gpu() if current_platform() == "gpu" else None
     if gpu is None or not gpu.is_hopper or jax_version() < (0, 11):
         return None
-    if x.dtype != kernel.dtype or x.dtype.itemsize != 2:
+    return gpu.multiprocessors if x.dtype == kernel.dtype and x.dtype.itemsize == 2 else None
+
+
+def _own_blocks(x: Array, kernel: Array, result: Result) -> ProductBlocks | None:
+    """How our kernel multiplies them; `None` where it does not."""
+    if (multiprocessors := _multiprocessors(x, kernel)) is None:
         return None
     inputs, outputs = kernel.shape
-    return product_blocks(math.prod(x.shape[:-1]), inputs, outputs, result, gpu.multiprocessors)
+    return product_blocks(math.prod(x.shape[:-1]), inputs, outputs, result, multiprocessors)
+
+
+def _many_rows_blocks(x: Array, kernel: Array) -> GatedBlocks | None:
+    """How our kernel of many rows multiplies them; `None` where it does not."""
+    if (multiprocessors := _multiprocessors(x, kernel)) is None:
+        return None
+    inputs, outputs = kernel.shape
+    return gated_blocks(math.prod(x.shape[:-1]), inputs, outputs, multiprocessors)
 
 
 def split_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F"]) -> Float[Array, "..."]:
@@ -83,13 +96,18 @@ def gated_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F2"]) -> Floa
       >>> round(float(gated_product(jnp.ones((1, 1)), jnp.array([[1.0, 2.0]]))[0, 0]), 4)
       1.4621
     """
-    blocks = _own_blocks(x, kernel, "silu")
-    if blocks is None:
+    rows = x.reshape(-1, x.shape[-1])
+    if (blocks := _own_blocks(x, kernel, "silu")) is not None:
+        from .product_gpu import product_gpu  # needs jax 0.11
+
+        product = product_gpu(rows, kernel, result="silu", blocks=blocks)
+    elif (many := _many_rows_blocks(x, kernel)) is not None:
+        from .gated_gpu import gated_gpu  # needs jax 0.11
+
+        product = gated_gpu(rows, kernel, blocks=many)
+    else:
         gate, up = jnp.split(x @ kernel, 2, axis=-1)
         return jax.nn.silu(gate) * up
-    from .product_gpu import product_gpu  # needs jax 0.11
-
-    product = product_gpu(x.reshape(-1, x.shape[-1]), kernel, result="silu", blocks=blocks)
     return product.reshape(*x.shape[:-1], kernel.shape[1] // 2)
 
 
