@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jpaged.models.layers import weights_after
 from jpaged.pallas_kernels import layer_plan
 from jpaged.pallas_kernels.compat import current_gpu
 from jpaged.request import SamplingParams
+from jpaged.sampler_tuning import TUNINGS
 from tests.fakes import tiny_config
 
 PROMPTS = [[(7 * i + j) % 61 for j in range(length)] for i, length in enumerate((3, 40, 130, 17))]
@@ -67,6 +69,23 @@ def test_the_kernel_serves_what_xla_would():
         told = [entry.logprob for entry in output.logprobs or ()]
         expected = [entry.logprob for entry in (whole.prompt_logprobs or ())[-24:] if entry is not None]
         np.testing.assert_allclose(told, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.gpu
+def test_filtered_draws_are_those_without_the_kernels(monkeypatch):
+    if (gpu := current_gpu()) is None or not gpu.is_hopper:
+        pytest.skip("needs a Hopper GPU")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = tiny_config(**heads, hidden_size=64, intermediate_size=128, vocab_size=9001)
+    model, drawn = Llama(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16), []
+    # Which tokens top_k keeps does not hang on how anything is rounded.
+    params = [SamplingParams(temperature=0.9, top_k=k, seed=k, max_tokens=24, ignore_eos=True) for k in (2, 20, 300)]
+    for kernels in (False, True):
+        monkeypatch.setitem(TUNINGS, "gpu", replace(TUNINGS["gpu"], kernels=kernels))
+        _, outputs = serve(model, None, list(zip(PROMPTS, params, strict=False)))
+        drawn.append([output.token_ids for output in outputs])
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0][2]}) > 12  # of 24 tokens
 
 
 def calls_of_decode_steps(folder: str) -> dict[int, dict[str, int]]:
