@@ -19,7 +19,7 @@ class SamplerTuning:
       bits: of a threshold that one pass over the rows finds. One: the passes are a loop. More: they are unrolled, each
         counts for 2**bits - 1 thresholds at once.
       branches: the device skips the stages that no row needs. A GPU's host would have to look for it whether they are.
-      kernels: Hopper GPUs filter by `pallas_kernels.filtered_draw`. Off until it has been measured on one.
+      kernels: Hopper GPUs filter by `pallas_kernels.filtered_draw`. Off, as one row with top_p takes longer by it.
     """
 
     bits: int

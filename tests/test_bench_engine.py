@@ -261,16 +261,64 @@ def test_what_would_begin_too_late_is_skipped(
     assert list(measures.measure_decode(made, [(1, 8)], lambda: True)) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 60}, {"length": 32}], ids=str)
-def test_every_step_shape_is_exercised_those_of_few_rows_too(
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"budget": 60}, {"length": 32}, {"decode_steps": 4}, {"decode_steps": 16, "length": 32}],
+    ids=str,
+)
+def test_every_step_shape_is_exercised_those_of_few_rows_and_of_several_steps_too(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_gpu_shapes(monkeypatch, 2, 4)
     engine = make_engine(tiny_llama(), seqs=8, **{"budget": 64, "token_buckets": (2, 4, 8, 48, 64), **options})
-    assert [str(shape).split(" P")[0] for shape in engine.step_shapes[3:]] == ["T48 S8", "T64 S2", "T64 S4", "T64 S8"]
+    assert [str(shape).split(" P")[0] for shape in engine.step_shapes[3:7]] == ["T48 S8", "T64 S2", "T64 S4", "T64 S8"]
+    several = [(shape.num_rows, shape.num_steps) for shape in engine.step_shapes[7:]]
+    assert several == ([(rows, options["decode_steps"]) for rows in (2, 4, 8)] if "decode_steps" in options else [])
     shapes = shapes_taken(monkeypatch)
     serve.exercise(engine)
     assert [shape for shape in engine.step_shapes if shapes.count(shape) < 3] == []
+
+
+def test_several_steps_are_exercised_where_no_token_bucket_is_that_small_and_not_where_no_sequence_is_that_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes, model = shapes_taken(monkeypatch), tiny_llama()
+    wide = make_engine(model, seqs=4, budget=16, token_buckets=(16,), decode_steps=4)
+    serve.exercise(wide)
+    assert [str(shape).split(" P")[0] for shape in wide.step_shapes if shapes.count(shape) >= 3] == [
+        "T16 S4",
+        "T4 S4",
+    ]
+    shapes.clear()
+    serve.exercise(make_engine(model, length=9, decode_steps=8))
+    assert {shape.num_steps for shape in shapes} == {1}
+
+
+@pytest.mark.parametrize(("scale", "warm"), [(1.0, [13]), (0.08, [11, 11]), (0.04, [6, 6, 6])], ids=str)
+def test_a_cell_is_measured_after_three_programs_of_its_kind(
+    scale: float, warm: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_llama(), length=256, page_buckets=(4, 32), decode_steps=4)
+    made = measures.Bench(
+        engine=engine,
+        num_layers=2,
+        cost=READS,
+        roofs=UNIT,
+        yardstick=Yardstick.of("tiny", "cpu", "float32", 1.0),
+        repeats=1,
+        scale=scale,
+    )
+    shapes, runs, plain = shapes_taken(monkeypatch), [], measures.serve
+
+    def serve_and_tell(engine, requests, **options):
+        runs.append((requests[0][1].max_tokens, shapes.copy()))
+        return plain(engine, requests, **options)
+
+    monkeypatch.setattr(measures, "serve", serve_and_tell)
+    list(measures.measure_decode(made, [(2, 64)]))
+    assert [tokens for tokens, _ in runs] == [1, *warm, 1, made.steps + 1]
+    (several,) = {shape for shape in shapes if shape.num_steps == 4}
+    assert sum(shape == several for shape in runs[-1][1]) >= 3
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -298,20 +346,26 @@ def test_pictures_and_tables_show_what_a_gpu_was_measured_to_do(monkeypatch: pyt
     results |= {"breakdown": [cell(1, **step)], "start": {"cold_s": 70.0, "warm_s": 15.0, "warm": {}}}
     record = {"script": "bench_engine", "commit": "c", "date": "d", "device": "D", "python": "3", "versions": {}}
     read = Record.from_line("made", json.dumps({**record, "results": results}))
-    times, rates, bars = figures.panels_of([read])
+    uniform = {"figure": "output_tokens_per_s", "output_tokens_per_s": 11000.4, "vllm": 9899.0, "times_vllm": 1.111}
+    all_of_it = Record.from_line("made", json.dumps({**record, "results": {**results, "uniform": uniform}}))
+    assert not figures.panels_of([read])  # it came to no whole workload
+    times, rates, bars = figures.panels_of([read, all_of_it])
     assert times.series["jpaged, 1,024 tokens"] == ([1, 8], [5.0, 12.0])  # type: ignore[union-attr]
     assert rates.series["vLLM, 1,024 tokens"][1][0] == pytest.approx(1000 / 6)  # type: ignore[union-attr]
     parts = {part: ms for part, ms in bars.bars["1 x 1,024"].items() if ms}  # type: ignore[union-attr]
     assert parts == {"GEMM": 3.0, "small": 0.5, "between": 0.2, "idle": 0.5}
-    assert "| 1 x 1,024 | 5.00 | 3.000 | 0.500 | 0.200 | 10.0% | 300 | 1.0 | 2.0 | 0.0 |" in tables.breakdown_table(
-        [read]
+    assert (
+        "| 1 x 1,024 | 5.00 | 3.000 | 0.500 | 0.200 | 10.0% | 300 | 1.0 | 2.0 | 0.0 | d, `c` |"
+        in tables.breakdown_table([read])
     )
-    assert "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 |" in tables.decode_table([read])
-    uniform = {"figure": "output_tokens_per_s", "output_tokens_per_s": 11000.4, "vllm": 9899.0, "times_vllm": 1.111}
-    all_of_it = Record.from_line("made", json.dumps({**record, "results": {**results, "uniform": uniform}}))
-    summary = tables.summary_table([all_of_it])
+    assert (
+        "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 | d, `c` |"
+        in tables.decode_table([read])
+    )
+    summary = tables.summary_table([read, all_of_it])
+    assert summary.count("1 row of 1,024 tokens") == 1
     assert "| D | m, bfloat16 | decode step, 1 row of 1,024 tokens, ms | 5.00 | 6.00 | 1.25 | d, `c` |" in summary
     assert "output tokens/s | 11,000 | 9,899 | 1.11 | d, `c` |" in summary
     assert "8 rows" not in summary
-    assert "| 70.0 | – | 15.0 | – | – | – |" in tables.start_table([read])
+    assert "| 70.0 | – | 15.0 | – | – | – | d, `c` |" in tables.start_table([read])
     assert "| `nvjet` | GEMM | 40.00 | 4.0 | 160.0 |" in tables.kernel_table([read])

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from jpaged.errors import ConfigError
 from jpaged.plots import Lines, Panel, StackedBars, save_figure
+from scripts.engine.tables import whole_records
 from scripts.render_benchmarks import ROOT, load_records
 from scripts.render_memory import Record
 
@@ -33,11 +34,9 @@ _PARTS: Final = {
 
 
 def panels_of(records: Sequence[Record]) -> list[Panel]:
-    """Two panels for each record with decode steps of several batch sizes, one more where steps were broken down."""
+    """Two panels for each whole record with decode steps of several sizes, one more where steps were broken down."""
     panels: list[Panel] = []
-    for record in records:
-        if record.script != "bench_engine" or "decode" not in record.results:
-            continue
+    for record in whole_records(records):
         times, rates = _lines(record.results["decode"]["cells"])
         if all(len(xs) < 2 for xs, _ in times.values()):
             continue

@@ -33,6 +33,13 @@ def _records(records: Sequence[Record], part: str) -> Iterator[Record]:
             yield record
 
 
+def whole_records(records: Sequence[Record]) -> Iterator[Record]:
+    """Of runs that came from decode steps to whole workloads, before their time limit; one each, for a first screen."""
+    for record in _records(records, "decode"):
+        if any(name in record.results for name in _LOADS):
+            yield record
+
+
 def _model(record: Record) -> str:
     r = record.results
     weights = "" if r.get("weights", r["dtype"]) == r["dtype"] else f", weights in {r['weights']}"
@@ -55,7 +62,7 @@ def summary_table(records: Sequence[Record]) -> str:
         columns,
         (
             [record.device, _model(record), what, f"{value:,.{digits}f}", *_beside(r, digits)[:2], source(record)]
-            for record in _records(records, "decode")
+            for record in whole_records(records)
             for what, r, value, digits in _summary(record.results)
             if "vllm" in r
         ),
@@ -79,7 +86,7 @@ def decode_table(records: Sequence[Record]) -> str:
     """Milliseconds of a decode step."""
     columns = ["Model", "Hardware", "Rows x context", "ms", "Roofline, ms", "Of the roofline"]
     return table(
-        [*columns, "Tokens/s", "vLLM, ms", "Times as fast", "To reach, ms"],
+        [*columns, "Tokens/s", "vLLM, ms", "Times as fast", "To reach, ms", "Measured"],
         (
             [
                 _model(record),
@@ -90,6 +97,7 @@ def decode_table(records: Sequence[Record]) -> str:
                 f"{r['roofline_fraction']:.0%}",
                 f"{r['tokens_per_s']:,.0f}",
                 *_beside(r, 2),
+                source(record),
             ]
             for record in _records(records, "decode")
             for r in record.results["decode"]["cells"]
@@ -102,7 +110,7 @@ def load_table(records: Sequence[Record]) -> str:
     """Whole workloads."""
     columns = ["Model", "Hardware", "Workload", "Measured", "Seconds", "Roofline, s", "Of the roofline"]
     return table(
-        [*columns, "vLLM", "Times as good", "To reach", "Steps", "Rows a step", "Padding", "Preemptions"],
+        [*columns, "vLLM", "Times as good", "To reach", "Steps", "Rows a step", "Padding", "Preemptions", "Run"],
         (
             [
                 _model(record),
@@ -117,6 +125,7 @@ def load_table(records: Sequence[Record]) -> str:
                 f"{r['rows_per_step']:.1f}",
                 f"{r['padded_fraction']:.1%}",
                 f"{r['preemptions']}",
+                source(record),
             ]
             for name, title in _LOADS.items()
             for record in _records(records, name)
@@ -159,7 +168,7 @@ def start_table(records: Sequence[Record]) -> str:
     """Seconds until an engine has answered its first request."""
     columns = ["Model", "Hardware", "Cold, s", "vLLM, s", "Warm cache, s", "vLLM, s", "Times as fast", "To reach, s"]
     return table(
-        columns,
+        [*columns, "Measured"],
         (
             [
                 _model(record),
@@ -168,6 +177,7 @@ def start_table(records: Sequence[Record]) -> str:
                 _beside(r.get("cold", {}), 0)[0],
                 f"{r['warm_s']:.1f}",
                 *_beside(r.get("warm", {}), 0),
+                source(record),
             ]
             for record in _records(records, "start")
             for r in [record.results["start"]]
@@ -182,7 +192,7 @@ def breakdown_table(records: Sequence[Record]) -> str:
     classes = list(dict.fromkeys(name for _, r in cells for name in r["classes_ms"]))
     columns = ["Model", "Hardware", "Rows x context", "Step, ms", *classes, "Between kernels", "Device idle"]
     return table(
-        [*columns, "Kernels", "Outside CUDA graphs", "Graph launches", "Graph updates"],
+        [*columns, "Kernels", "Outside CUDA graphs", "Graph launches", "Graph updates", "Measured"],
         (
             [
                 *_cell(record, r),
@@ -192,6 +202,7 @@ def breakdown_table(records: Sequence[Record]) -> str:
                 f"{r['idle_fraction']:.1%}",
                 f"{r['kernels_per_step']:.0f}",
                 *_graphs(r),
+                source(record),
             ]
             for record, r in cells
         ),
