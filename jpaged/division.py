@@ -22,7 +22,7 @@ class Division:
       num_pages: of each replica, the null page included; 0 where not even two fit.
       max_model_len: tokens of a sequence at the most; 0 where nothing fits.
       max_num_seqs, max_num_batched_tokens: sequences and tokens of a step.
-      token_buckets, page_buckets: see `EngineConfig`.
+      token_buckets, page_buckets, decode_steps: see `EngineConfig`.
       step_shapes: what is compiled at the start.
       attention: the back end.
       memory_fraction: for `CacheConfig`.
@@ -42,6 +42,7 @@ class Division:
     max_num_batched_tokens: int
     token_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]
+    decode_steps: int
     step_shapes: tuple[StepShape, ...]
     attention: str
     memory_fraction: float
@@ -102,5 +103,6 @@ def engine_config(division: Division, *, warmup: str = "eager", policy: str = "f
         ),
         token_buckets=division.token_buckets,
         page_buckets=division.page_buckets,
+        decode_steps=division.decode_steps,
         warmup=warmup,  # type: ignore[arg-type]
     )

@@ -25,6 +25,7 @@ from jpaged.memory_manager import MemoryManager
 from jpaged.models import PagedModel
 from jpaged.page_mover import PageMover
 from jpaged.pallas_kernels import make_pages
+from jpaged.preemption import PreemptionCosts
 from jpaged.request import Output, SamplingParams
 from jpaged.sampler_state import make_sampler_state
 from jpaged.scheduler import Scheduler
@@ -56,7 +57,7 @@ class Engine:
       metrics: histograms of how requests were served.
 
     Raises:
-      ConfigError: the settings contradict each other, no page fits, or `model` is no `PagedModel`.
+      ConfigError: the settings contradict each other or name a bad file, no page fits, or `model` is no `PagedModel`.
 
     Example:
       >>> from flax import nnx
@@ -111,6 +112,7 @@ class Engine:
             priorities=config.scheduler.policy == "priority",
         )
         self._sliding_window, self._page_specs = getattr(model, "sliding_window", None), fit.page_specs
+        self._costs = None if (costs := config.scheduler.preemption_costs) is None else PreemptionCosts.load(costs)
         self._begin()
         self.info = describe(self)
         logger.info("attention by %s (%s); pool: %s", self.implementation, self.implementation_reason, self.pool_plan)
@@ -118,31 +120,28 @@ class Engine:
             self.warm_up()
 
     def _begin(self) -> None:
-        """Makes all that knows of requests, and then an empty pool, for which there may be no memory."""
+        """Makes all that knows of requests, takes it over as one, then makes a pool, for which memory may be short."""
         config, plan, max_num_seqs = self.config, self.pool_plan, self.config.scheduler.max_num_seqs
-        self._memory = MemoryManager.for_pool(
-            plan.num_pages,
-            plan.page_size,
-            prefix_cache=config.cache.prefix_cache,
-            num_host_pages=config.cache.host_pages,
-            sliding_window=self._sliding_window,
-        )
-        self._scheduler = Scheduler(
+        options = {"prefix_cache": config.cache.prefix_cache, "num_host_pages": config.cache.host_pages}
+        memory = MemoryManager.for_pool(plan.num_pages, plan.page_size, sliding_window=self._sliding_window, **options)
+        scheduler = Scheduler(
             config.scheduler,
-            self._memory,
+            memory,
             max_model_len=plan.max_model_len,
             eos_token_ids=self.eos_token_ids,
             token_buckets=sorted({shape.num_tokens for shape in self.step_shapes if shape.num_steps == 1}),
             speculation=config.speculation and Speculation(config.speculation, self.step_shapes, self.device.platform),
             decode_steps=config.decode_steps or 1,
+            costs=self._costs,
         )
-        self._packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
-        self._collector = Collector(self._scheduler, self.tokenizer, self._memory.allocator.lives)
-        self.metrics = self._collector.metrics
-        self._constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        self._loader = StateLoader(self.eos_token_ids, self.vocab_size, self._constraints)
-        self._in_flight: deque[DispatchedStep] = deque()
-        self._counter = StatsCounter(peak=PoolUse(page_size=plan.page_size))
+        packer = BatchPacker(self.step_shapes, page_size=plan.page_size, max_num_seqs=max_num_seqs)
+        collector = Collector(scheduler, self.tokenizer, memory.allocator.lives)
+        constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        loader = StateLoader(self.eos_token_ids, self.vocab_size, constraints)
+        counter, in_flight = StatsCounter(peak=PoolUse(page_size=plan.page_size)), deque[DispatchedStep]()
+        self._memory, self._scheduler, self._packer, self._collector = memory, scheduler, packer, collector
+        self._constraints, self._loader, self._counter, self._in_flight = constraints, loader, counter, in_flight
+        self.metrics = collector.metrics
         with jax.default_device(self.device):
             self._kv_pages = [make_pages(spec) for spec in self._page_specs]
             self._state = make_sampler_state(max_num_seqs, self.vocab_size)
@@ -160,6 +159,7 @@ class Engine:
             self._begin()
         except BaseException as error:
             self._drop_pool(f"a restart failed: {error!r:.200}")
+            self._collector.drop_all()  # it is the old one, if no new one was taken over
             raise
 
     def _drop_pool(self, why: str) -> None:
@@ -261,7 +261,7 @@ class Engine:
         Raises:
           RecompileError: the step's shape was not compiled at start, and `recompile` is "error".
           KeyboardInterrupt: all requests have ended, without an `Output`; prefixes and pins are forgotten; go on.
-          RuntimeError: a step or a restart failed before; after any other error the engine is of no more use.
+          RuntimeError: a step or a restart failed before; after any other error the engine needs a `restart`.
         """
         self._check_alive()
         outputs: list[Output] = []
@@ -351,8 +351,8 @@ class Engine:
         return outputs
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the engine stopped ({self._failure!r:.200}); make a new Engine") from self._failure
+        if (failure := self._failure) is not None:
+            raise RuntimeError(f"the engine stopped ({failure!r:.200}); restart it, or make a new Engine") from failure
 
     def warm_up(self, on_compiled: Callable[[Program, float], None] | None = None) -> float:
         """Compiles every program that is not there yet, side by side; after it a compile is a fault (`recompile`).

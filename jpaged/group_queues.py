@@ -30,20 +30,19 @@ class GroupQueues:
       config: policies, and the number of state indices (`max_num_seqs`).
       memory: where pages come from.
       chunk: tokens of a sequence in one step at the most.
+      costs: as in `Scheduler`.
 
     Attributes:
       table: the counters of those that run.
-
-    Raises:
-      ConfigError: the preemption costs cannot be read.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: MemoryManager, *, chunk: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, memory: MemoryManager, *, chunk: int, costs: PreemptionCosts | None = None
+    ) -> None:
         self._config = config
         self._memory = memory
         self._chunk = chunk
-        costs = config.preemption_costs
-        self._costs = PreemptionCosts.load(costs) if costs is not None else None
+        self._costs = costs
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting, self.preempted, self.running = RankedGroups(), RankedGroups(), RankedGroups()
         self.table = RunningTable(config.max_num_seqs)

@@ -25,10 +25,8 @@ from jpaged.page_allocator import pages_at_most
 from jpaged.pallas_kernels import PageSpec, resolve_implementation
 from jpaged.pallas_kernels.tpu_tuning import shape_objection
 from jpaged.sampler_state import sampler_state_bytes
-from jpaged.serving_sizes import TPU_PAGE_BYTES, TPU_PAGE_SIZES
+from jpaged.serving_sizes import TPU_PAGE_BYTES, TPU_PAGE_SIZES, decode_steps
 from jpaged.step_bytes import lent_bytes
-
-_SOON_READ_BYTES = 3 * 10**9  # at 3 TB/s and more, the rate of GPUs that serve: in a millisecond
 
 
 class Device(Protocol):
@@ -303,16 +301,14 @@ def fit_engine(model: PagedModel, config: EngineConfig) -> EngineFit:
 
 
 def choose_decode_steps(model: PagedModel, platform: str) -> int:
-    """`EngineConfig.decode_steps` where it is `None`.
-
-    A GPU that has read all weights sooner than a host has handed over a step, which takes that about a millisecond,
-    waits for it. Four steps at once make that up; of more, a request that comes meanwhile would notice the time.
+    """`EngineConfig.decode_steps` where it is `None`: that of `jpaged.serving_sizes.decode_steps`, as it is planned.
 
     Args:
-      model: whose weights count.
+      model: whose weights count, 8-bit codes and their scales too.
       platform: of the device.
     """
-    return 4 if platform == "gpu" and sum(leaf.nbytes for leaf in model_weights(model)) < _SOON_READ_BYTES else 1
+    weights = jax.tree.leaves(nnx.state(model))
+    return decode_steps(sum(leaf.size * leaf.dtype.itemsize for leaf in weights), platform)
 
 
 def _bytes_lent(model: PagedModel, config: EngineConfig, page_size: int) -> int:

@@ -22,6 +22,7 @@ from jpaged.group_queues import GroupQueues
 from jpaged.limits import Limits
 from jpaged.memory_manager import MemoryManager
 from jpaged.planner import Planner
+from jpaged.preemption import PreemptionCosts
 from jpaged.request import FinishReason
 from jpaged.running_table import RunningTable
 from jpaged.sequence import LIMIT, NUM_COMPUTED, RUN, Sequence, SequenceGroup, SequenceStatus
@@ -51,14 +52,15 @@ class Scheduler:
     """Owns sequences between their arrival and their end.
 
     Args:
-      config: rows and tokens of a step at the most, and the policies. Its `max_model_len` is not read: it may be
-        unresolved.
+      config: rows and tokens of a step at the most, and the policies. Its `max_model_len`, which may be unresolved, and
+        its `preemption_costs`, which may no longer be there, are not read.
       memory: where pages come from.
       max_model_len: tokens of a sequence at the most, prompt and output together.
       eos_token_ids: token ids that end every output, unless its request ignores them.
       token_buckets: sizes that steps are padded to, ascending; where there are none, steps are not cut to fit.
       speculation: lets rows guess; `None`: none does.
       decode_steps: as in `EngineConfig`.
+      costs: what "auto" preempts by; `None`: by computing again.
 
     Attributes:
       num_guessing_rows: rows that guessed.
@@ -66,8 +68,7 @@ class Scheduler:
       num_hits: those of them that came true.
 
     Raises:
-      ConfigError: `max_model_len` leaves no room for a prompt and an output token, or the preemption costs cannot be
-        read.
+      ConfigError: `max_model_len` leaves no room for a prompt and an output token.
 
     Example:
       >>> from jpaged.page_allocator import PageAllocator
@@ -100,14 +101,14 @@ class Scheduler:
         token_buckets: AbstractSequence[int] = (),
         speculation: Speculation | None = None,
         decode_steps: int = 1,
+        costs: PreemptionCosts | None = None,
     ) -> None:
-        self._config = config
-        self._memory = memory
+        self._config, self._memory = config, memory
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_ids = Counter(dict.fromkeys(self._eos_token_ids, 1))  # of any request that is served
         self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
-        self._queues = queues = GroupQueues(config, memory, chunk=self._chunk)
+        self._queues = queues = GroupQueues(config, memory, chunk=self._chunk, costs=costs)
         self._beams = BeamSteps(queues)
         options = {"token_buckets": token_buckets, "speculation": speculation, "decode_steps": decode_steps}
         self._planner = Planner(config, memory, queues, self._beams, chunk=self._chunk, **options)
@@ -317,8 +318,7 @@ class Scheduler:
                 for token in seq.stop_ids:
                     if not self._stop_ids[token]:
                         del self._stop_ids[token]
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def abort(self, request_id: str) -> bool:
         """Ends all sequences of a request; False if there is none of that id."""

@@ -28,7 +28,7 @@ from jpaged.division import Division
 from jpaged.errors import ConfigError
 from jpaged.model_bytes import WEIGHT_ITEMSIZES, kv_bytes_per_page, weight_bytes
 from jpaged.models.config import LlamaConfig
-from jpaged.serving_sizes import attention_of, default_page_size, page_buckets, token_budget
+from jpaged.serving_sizes import attention_of, decode_steps, default_page_size, page_buckets, token_budget
 from jpaged.step_bytes import (
     can_divide,
     divided,
@@ -228,15 +228,17 @@ class _Planner:
         scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
         asked = wishes.max_model_len or config.max_position_embeddings
         pages = page_buckets(rows, asked, page_size)
+        weights = stored_weight_bytes(part, self.dtype, tiled=tpu, weights=wishes.weights)
+        steps = decode_steps(weights, chip.platform)
         # Refuses sizes that no engine would take.
-        engine = EngineConfig(scheduler=scheduler, token_buckets=tokens, page_buckets=pages)
+        engine = EngineConfig(scheduler=scheduler, token_buckets=tokens, page_buckets=pages, decode_steps=steps)
         per_page = stored_page_bytes(part, page_size, self.kv_dtype, tiled=tpu)
         memory = chip.device_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
         shapes = engine.step_shapes(asked, page_size, chip.platform)
         itemsize = WEIGHT_ITEMSIZES[self.dtype]
         parts = {
-            "weights": stored_weight_bytes(part, self.dtype, tiled=tpu, weights=wishes.weights),
+            "weights": weights,
             "sampler's state": state_bytes(rows, config.vocab_size, tiled=tpu),
             "step's inputs": max(map(input_bytes, shapes)),
             "temporaries": max(temporary_bytes(config, part, shape, chip, itemsize=itemsize) for shape in shapes),
@@ -282,6 +284,7 @@ class _Planner:
             max_num_batched_tokens=budget,
             token_buckets=tokens,
             page_buckets=pages,
+            decode_steps=steps,
             step_shapes=replace(engine, page_buckets=pages).step_shapes(longest or asked, page_size, chip.platform),
             attention=attention_of(part, page_size, self.kv_dtype, chip),
             memory_fraction=max(fraction, 0.0),

@@ -1,4 +1,4 @@
-"""Sizes that a server takes by its chip: tokens a page, tokens and sequences a step, and the shapes compiled. No jax.
+"""Sizes that a server takes by its chip: tokens a page and a step, decode steps a program, page tables. No jax.
 
 The rules of the Mosaic TPU kernel's pages are those of `jpaged.kv_cache.default_page_size` and
 `jpaged.pallas_kernels.tpu_tuning.shape_objection`, which need jax; a test holds them together.
@@ -18,6 +18,7 @@ _TPU_HEAD_DIMS: Final = (64, 128, 256)
 _TPU_MAX_PAGE_SIZE: Final = 512
 _TPU_ROWS: Final = {"float32": 8, "bfloat16": 16, "int8": 128, "float8_e4m3fn": 128}
 _TABLE_BYTES: Final = 1 << 20
+SOON_READ_BYTES: Final = 3 * 10**9  # at 3 TB/s and more, the rate of GPUs that serve: in a millisecond
 
 
 def tpu_kernel_takes(part: LlamaConfig, page_size: int, dtype: str) -> bool:
@@ -70,6 +71,23 @@ def token_budget(max_num_seqs: int, accelerator: Accelerator) -> int:
     ridges = 8 if accelerator.platform == "gpu" else 2
     least = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs, ridges * accelerator.ridge_tokens)
     return 1 << (least - 1).bit_length()
+
+
+def decode_steps(weight_bytes: int, platform: str) -> int:
+    """`EngineConfig.decode_steps` where it is `None`.
+
+    A GPU that has read all weights sooner than a host has handed over a step, which takes that about a millisecond,
+    waits for it. Four steps at once make that up; of more, a request that comes meanwhile would notice the time.
+
+    Args:
+      weight_bytes: of all weights that the device holds.
+      platform: of the device.
+
+    Example:
+      >>> decode_steps(269_030_016, "gpu"), decode_steps(269_030_016, "tpu"), decode_steps(3 * 10**9, "gpu")
+      (4, 1, 1)
+    """
+    return 4 if platform == "gpu" and weight_bytes < SOON_READ_BYTES else 1
 
 
 def page_buckets(max_num_seqs: int, max_model_len: int, page_size: int) -> tuple[int, ...]:

@@ -97,7 +97,6 @@ def _sum_lines(plan: ServingPlan, one: Division) -> list[str]:
 
 def _decisions(plan: ServingPlan, one: Division) -> dict[str, str]:
     holds = ", ".join(f"{one.sequences(length):,} of {length:,} tokens" for length in one.lengths())
-    tokens, pages = (" ".join(map(str, sizes)) for sizes in (one.token_buckets, one.page_buckets))
     rows = {
         "page size": f"{one.page_size} tokens (--page-size)",
         "attention": one.attention,
@@ -107,7 +106,7 @@ def _decisions(plan: ServingPlan, one: Division) -> dict[str, str]:
         "at once": f"{one.max_num_seqs} sequences (--max-num-seqs), {one.max_num_batched_tokens:,} tokens a step "
         "(--max-num-batched-tokens)",
         "pages hold": f"{holds}, if no prefix is shared",
-        "compiled steps": f"{len(one.step_shapes)}: tokens {tokens}; pages a row {pages}",
+        "compiled steps": f"{len(one.step_shapes)}: {_steps(one)}",
     }
     if plan.topology.accelerator.platform != "cpu" and one.token_capacity < LENGTHS[0] * one.max_num_seqs:
         rows["tight"] = "sequences will wait for pages, or lose them; 8-bit pages (--kv-dtype int8) hold nearly twice"
@@ -128,6 +127,20 @@ def _decisions(plan: ServingPlan, one: Division) -> dict[str, str]:
     elif plan.topology.num_devices > 1:
         rows["this version"] = "one device a server: start one for each chip, with --chip 0, --chip 1, ..."
     return rows
+
+
+def _steps(one: Division) -> str:
+    """The shapes; as many as all that is named before the widths of the page table, times these."""
+    tokens, pages = (" ".join(map(str, sizes)) for sizes in (one.token_buckets, one.page_buckets))
+    single = [shape for shape in one.step_shapes if shape.num_steps == 1]
+    of_largest = {shape.num_rows for shape in single if shape.num_tokens == one.token_buckets[-1]}
+    several = {shape.num_rows for shape in one.step_shapes if shape.num_steps > 1}
+    words = [f"tokens {tokens}"]
+    if fewer := sorted(of_largest)[:-1]:
+        words.append(f"the largest for {' '.join(map(str, fewer))} rows too")
+    if several:
+        words.append(f"{one.decode_steps} decode steps at once for {' '.join(map(str, sorted(several)))} rows")
+    return "; ".join([*words, f"pages a row {pages}"])
 
 
 def _division_lines(plan: ServingPlan) -> list[str]:

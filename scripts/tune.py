@@ -6,7 +6,7 @@ Decode is measured over consumers of a block of threads and `full_share`, on row
 with as many stages as fit; prefill over tile sizes, stages, and how much of K and V tiles share in the L2 cache. A
 choice serves all contexts, for lengths are data: it is taken where it is 2 % faster than the rules' in the geometric
 mean of its cells, and slower than 1 % in none. Times are device times, taken as in `bench_kernels` and `bench_prefill`.
-Prints tables and a last line of JSON, which --write also puts where `jpaged.pallas_kernels` looks for it.
+Prints tables and a last line of JSON, which --write then puts where `jpaged.pallas_kernels` looks for it.
 """
 
 import argparse
@@ -308,6 +308,21 @@ def write_table(record: dict[str, Any], kind: str, folder: Path = FOLDER) -> Pat
     return path
 
 
+def hand_over(record: dict[str, Any], kind: str, folder: Path | None) -> None:
+    """Prints a record, so that nothing is lost, then makes it the table of its kind of GPU, if there is a folder.
+
+    Raises:
+      SystemExit: with a message: `read_table` would refuse the record, or it cannot be written.
+    """
+    print(json.dumps(record), flush=True)
+    try:
+        parse_table(record, kind)
+        if folder is not None:
+            print(f"wrote {write_table(record, kind, folder)}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: no table was made of the record above: {error}")
+
+
 def make_jobs(kernels: list[str], head_dims: list[int], dtypes: list[str]) -> list[tuple]:
     """What is to be measured: arguments of `prepare`."""
     wanted = lambda model: model.head_dim in head_dims and model.dtype in dtypes  # noqa: E731
@@ -379,11 +394,9 @@ def main() -> None:
             for c in found
         ]
         print_table(f"{kernel}: better than the rules", ["head_dim, bytes", "units", "sizes", "gain"], lines)
-    record = {"script": "tune", **environment(), "results": {"chosen": chosen, **cells}}
-    parse_table(record, gpu.kind)
-    if arguments.write:
-        print(f"wrote {write_table(record, gpu.kind)}")
-    print(json.dumps(record))
+    # The GPU that was measured: `environment` names the first one.
+    record = {"script": "tune", **environment(), "device": gpu.kind, "results": {"chosen": chosen, **cells}}
+    hand_over(record, gpu.kind, FOLDER if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.config import SchedulerConfig
 from jpaged.memory_manager import MemoryManager
+from jpaged.preemption import PreemptionCosts
 from jpaged.request import Request, SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence, SequenceGroup
@@ -50,6 +51,7 @@ def make_scheduler(
     sliding_window: int | None = None,
     guesses: int = 0,
     token_buckets: AbstractSequence[int] = (),
+    costs: PreemptionCosts | None = None,
     **config,
 ) -> Scheduler:
     memory = MemoryManager.for_pool(
@@ -65,6 +67,7 @@ def make_scheduler(
         eos_token_ids=[EOS],
         token_buckets=token_buckets,
         speculation=speculation,
+        costs=costs,
     )
 
 

@@ -185,6 +185,19 @@ def test_steps_are_those_of_the_platform_unless_they_are_given():
 
 
 @pytest.mark.parametrize(
+    ("num_seqs", "rows"),
+    [(300, [1, 8, 32, 64, 128, 192, 256]), (256, [1, 8, 32, 64, 128, 192, 256]), (100, [1, 8, 32, 64, 100])],
+)
+def test_several_steps_are_for_up_to_256_rows(num_seqs, rows):
+    scheduler = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048)
+    shapes = EngineConfig(scheduler=scheduler, decode_steps=4).step_shapes(64, 16, "gpu")
+    several = [shape for shape in shapes if shape.num_steps > 1]
+    assert several == [StepShape(n, n, 4, 4) for n in rows]
+    without = EngineConfig(scheduler=scheduler, decode_steps=1).step_shapes(64, 16, "gpu")
+    assert shapes == (*without, *several)
+
+
+@pytest.mark.parametrize(
     ("num_rows", "buckets", "rows"),
     [
         (512, None, [64, 256, 512]),

@@ -1,8 +1,11 @@
 """What is refused, what fails, and that nobody else notices."""
 
+import json
+
 import jax.numpy as jnp
 import pytest
 
+from jpaged.config import SpeculationConfig
 from jpaged.errors import ConfigError, PromptTooLongError, RecompileError, RequestError
 from jpaged.request import SamplingParams
 from tests.engine_driver import GREEDY, PROMPTS, check_pages, make_engine, serve, tokens_of
@@ -102,7 +105,7 @@ def test_a_failed_step_stops_the_engine_and_says_so(model, monkeypatch):
     monkeypatch.setattr(engine._runner, "run", fail)
     with pytest.raises(ValueError, match="device lost"):
         engine.step()
-    with pytest.raises(RuntimeError, match=r"device lost.*make a new Engine"):
+    with pytest.raises(RuntimeError, match=r"device lost.*restart it, or make a new Engine"):
         engine.add([1], GREEDY)
     with pytest.raises(RuntimeError, match="make a new Engine"):
         engine.step()
@@ -134,9 +137,84 @@ def test_a_failed_restart_leaves_an_engine_without_requests_that_says_why(model,
     engine.reset_prefix_cache()
     what = [engine.step, engine.warm_up, lambda: engine.add([1]), lambda: engine.lower_step(engine.step_shapes[0])]
     for call in what:
-        with pytest.raises(RuntimeError, match=r"a restart failed: .*RESOURCE_EXHAUSTED.*make a new Engine"):
+        with pytest.raises(RuntimeError, match=r"a restart failed: .*RESOURCE_EXHAUSTED.*restart it, or make a new"):
             call()
     assert not any(hasattr(engine, name) for name in ("_kv_pages", "_state"))  # nothing of a pool takes memory
 
     engine.restart()
     assert tokens_of(serve(engine, [(PROMPTS[0], GREEDY)])) == expected
+
+
+MAKERS = [  # all that `Engine._begin` calls, in its order
+    "MemoryManager.for_pool",
+    "Speculation",
+    "Scheduler",
+    "BatchPacker",
+    "Collector",
+    "Constraints",
+    "StateLoader",
+    "PoolUse",
+    "StatsCounter",
+    "make_pages",
+    "make_sampler_state",
+    "PageMover",
+]
+
+
+@pytest.mark.parametrize("broken", MAKERS)
+def test_a_restart_that_fails_anywhere_loses_requests_and_pages_alike(model, monkeypatch, broken):
+    engine = make_engine(model, speculation=SpeculationConfig(), scheduler={"max_chunk_tokens": 4})
+    expected = tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS]))
+    for index, prompt in enumerate(PROMPTS):  # one more than may run
+        engine.add(prompt, GREEDY, request_id=f"lost{index}")
+    engine.step()
+    engine.step()
+    assert engine.stats().num_waiting
+
+    def fail(*args, **options):
+        raise OSError("the host is at fault")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"jpaged.engine.{broken}", fail)
+            with pytest.raises(OSError, match="the host is at fault"):
+                engine.restart()
+        assert not engine.has_work
+        assert engine.abort("lost0") is None
+        assert (engine.picture().requests, engine.page_map()) == ((), {})
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.now.pages_used) == (0, 0, 0)
+        check_pages(engine)
+        engine._scheduler.check_invariants()
+        for call in (engine.step, engine.warm_up, lambda: engine.add([1])):
+            with pytest.raises(RuntimeError, match=r"a restart failed: .*the host is at fault.*restart it"):
+                call()
+
+    engine.restart()
+    assert engine.metrics.finished.total() == 0
+    assert tokens_of(serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])) == expected
+
+
+@pytest.mark.parametrize("gone", ["deleted", "another folder"])
+def test_a_restart_needs_no_file_of_preemption_costs(model, tmp_path, monkeypatch, gone):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"prefill_s_per_token": 1.0, "swap_s": 1.0, "swap_s_per_page": 1.0}))
+    monkeypatch.chdir(tmp_path)
+    options = {"cache": {"host_pages": 16, "prefix_cache": False}, "scheduler": {"preemption_costs": "costs.json"}}
+    engine = make_engine(model, num_pages=9, length=64, **options)
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)) for prompt in PROMPTS]
+    expected = tokens_of(serve(engine, requests))
+    assert engine.stats().num_swaps  # the costs say so: without them all is computed again
+    engine.add(PROMPTS[0], GREEDY)
+    engine.step()
+    if gone == "deleted":
+        costs.unlink()
+    else:
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+    engine.restart()
+    assert not engine.has_work
+    assert tokens_of(serve(engine, requests)) == expected
+    assert engine.stats().num_swaps
+    with pytest.raises(ConfigError, match=r"no preemption costs in costs\.json"):
+        make_engine(model, **options)

@@ -95,8 +95,10 @@ def test_what_the_steps_of_a_gpu_write_over_is_left_free(model, monkeypatch):
 
 def test_several_steps_are_decoded_at_once_where_the_device_is_sooner_done_than_the_host(model, monkeypatch):
     assert [choose_decode_steps(model, platform) for platform in ("gpu", "cpu", "tpu")] == [4, 1, 1]
-    monkeypatch.setattr("jpaged.kv_cache.model_weights", lambda model: [SimpleNamespace(nbytes=10**9)] * 3)
-    assert choose_decode_steps(model, "gpu") == 1
+    size = sum(weight.nbytes for weight in model_weights(model))
+    for limit, steps in ((size + 1, 4), (size, 1)):
+        monkeypatch.setattr("jpaged.serving_sizes.SOON_READ_BYTES", limit)
+        assert choose_decode_steps(model, "gpu") == steps
 
 
 def test_host_memory_is_not_filled():

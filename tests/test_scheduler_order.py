@@ -1,10 +1,10 @@
 """Who is served first, who may pass whom, who gives pages back, and when they return."""
 
-import json
 import random
 
 import pytest
 
+from jpaged.preemption import PreemptionCosts
 from jpaged.sequence import SequenceGroup, SequenceStatus
 from jpaged.step_plan import StepPlan
 from tests.scheduler_driver import Driver, make_group, make_scheduler
@@ -202,10 +202,9 @@ def test_when_the_host_is_full_tokens_are_computed_again():
 
 
 @pytest.mark.parametrize(("prefill_s", "swaps"), [(1.0, 2), (0.1, 0)])
-def test_auto_takes_what_is_cheaper(tmp_path, prefill_s, swaps):
-    costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps({"prefill_s_per_token": prefill_s, "swap_s": 1.0, "swap_s_per_page": 1.0}))
-    options = {"host_pages": 4, "preemption": "auto", "preemption_costs": str(costs)}
+def test_auto_takes_what_is_cheaper(prefill_s, swaps):
+    costs = PreemptionCosts(prefill_s_per_token=prefill_s, swap_s=1.0, swap_s_per_page=1.0)
+    options = {"host_pages": 4, "preemption": "auto", "costs": costs}
     driver, groups = full_pool(prefix_cache=False, **options)
     driver.step()
     assert (driver.scheduler.num_swaps, driver.scheduler.num_preemptions) == (swaps, 2)

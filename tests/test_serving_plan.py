@@ -8,7 +8,9 @@ import pytest
 from jpaged.accelerators import ACCELERATORS, Topology, parse_topology
 from jpaged.division import engine_config
 from jpaged.errors import ConfigError
+from jpaged.kv_cache import choose_decode_steps
 from jpaged.model_shapes import model_shape
+from jpaged.models.weights import abstract_llama
 from jpaged.serving_plan import ServingPlan, Wishes, plan_serving, smallest_topology
 
 TOPOLOGIES = ("v5e-1", "v5e-8", "v6e-1", "v6e-8", "v5p-8", "tpu7x-4", "h200", "cpu")
@@ -104,6 +106,35 @@ def test_steps_of_few_rows_are_planned_for_too():
     for one in (few, many):
         assert one.parts["programs"] == 8_000_000 * len(one.step_shapes)
         assert one.as_dict()["step_shapes"][-1] == f"T2048 S{one.max_num_seqs} P{one.page_buckets[-1]}"
+
+
+# Of Llama-3.1-8B in 8 bits the floating-point weights alone, the tables and norms, would be few enough for four steps.
+@pytest.mark.parametrize(
+    ("model", "wishes", "steps"),
+    [
+        ("smollm2-135m", {}, 4),
+        ("Llama-3.2-1B", {}, 4),
+        ("Llama-3.2-1B", {"dtype": "float32"}, 1),
+        ("Llama-3.1-8B", {}, 1),
+        ("Llama-3.1-8B", {"weights": "int8"}, 1),
+        ("Llama-3.1-8B", {"weights": "fp8"}, 1),
+        ("Llama-3.2-3B", {"weights": "int8"}, 1),
+    ],
+)
+def test_the_steps_of_a_gpu_are_those_that_its_engine_would_choose(model, wishes, steps):
+    found = plan(model, "h200", **wishes)
+    one, weights = found.chosen, abstract_llama(found.config, found.dtype, found.weights)
+    for platform in ("cpu", "tpu"):
+        assert choose_decode_steps(weights, platform) == 1
+    assert one.decode_steps == choose_decode_steps(weights, "gpu") == steps
+    config = engine_config(one)
+    assert config.decode_steps == steps
+    assert config.step_shapes(one.max_model_len, one.page_size, "gpu") == one.step_shapes
+    several = [(shape.num_rows, shape.pages_per_row) for shape in one.step_shapes if shape.num_steps > 1]
+    rows = [1, 8, 32, 64, 128, 192, 256] if steps > 1 else []
+    assert several == [(n, pages) for n in rows for pages in one.page_buckets]
+    assert one.parts["programs"] == 8_000_000 * len(one.step_shapes)
+    assert one.as_dict()["decode_steps"] == steps
 
 
 def test_wishes_are_kept():

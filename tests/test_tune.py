@@ -2,11 +2,14 @@
 
 import doctest
 import itertools
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jpaged.pallas_kernels.compat import GPU
 from jpaged.pallas_kernels.tuned_blocks import FIELDS, read_table
 from scripts import tune
 
@@ -80,4 +83,53 @@ def test_a_table_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:
         tune.write_table(record, KIND, tmp_path)
     with pytest.raises(ValueError, match="a table of the device 'NVIDIA H1'; expected 'NVIDIA H200'"):
         tune.write_table(record_of(), "NVIDIA H200", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_main(words: str, cells: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tune.main` on a GPU of `KIND` that measures this of decode steps; jax's first device is another, the CPU."""
+    monkeypatch.setattr(sys, "argv", ["tune.py", *words.split()])
+    monkeypatch.setattr("jpaged.pallas_kernels.compat.current_gpu", lambda: GPU(KIND, "9.0", 132))
+    monkeypatch.setattr(tune, "collect", lambda jobs, multiprocessors: {"decode": cells, "prefill": []})
+    monkeypatch.setattr(tune, "FOLDER", folder)
+    tune.main()
+
+
+GOOD, BAD = ([won(tune.DECODE_MODELS[0], {"stages": n})] for n in (4, 9))
+
+
+@pytest.mark.parametrize("words", ["--write", ""])
+def test_a_record_is_of_the_gpu_that_was_measured_and_the_last_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main(words, GOOD, tmp_path, monkeypatch)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["device"], record["results"]["decode"]) == (KIND, GOOD)
+    files = list(tmp_path.iterdir())
+    assert [json.loads(path.read_text()) for path in files] == ([record] if words else [])
+    (choice, *_) = [*read_table(KIND, tmp_path)["decode"], None]
+    assert (None if choice is None else choice.sizes) == ({"stages": 4} if words else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "cells", "folder", "why"),
+    [
+        ("--write", GOOD, "none/tuned", "No such file or directory"),
+        ("--write", BAD, "", "decode: stages is 9; expected an integer from 2 to 8"),
+        ("", BAD, "", "decode: stages is 9; expected an integer from 2 to 8"),
+    ],
+)
+def test_what_was_measured_is_told_even_where_no_table_can_be_made_of_it(
+    words: str,
+    cells: list[dict[str, Any]],
+    folder: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match=f"^error: no table was made of the record above: .*{why}"):
+        run_main(words, cells, tmp_path / folder, monkeypatch)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["device"], record["results"]["decode"]) == (KIND, cells)
     assert list(tmp_path.iterdir()) == []

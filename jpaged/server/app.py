@@ -193,6 +193,8 @@ class _Counted:
     """Counts requests and answers; what nobody foresaw becomes a line in the log.
 
     An answer counts before its last piece goes out: who has all of it finds it in the figures.
+
+    The outermost application, so that `send` is uvicorn's own: `Connection.without_chunks` counts on it.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: set[str]) -> None:

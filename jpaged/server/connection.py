@@ -77,8 +77,12 @@ class Connection(asyncio.Protocol):
 
         That has no chunks: an answer whose length nobody knows ends with the connection, which uvicorn closes then. But
         its protocol on httptools writes chunks for every client, unless it believes that it was told a length.
+
+        `send` must be uvicorn's own, a method of the request's cycle: the protocol itself only knows the cycle of the
+        request that it read last, and clients may send several at once. Behind something that wraps `send`, as
+        uvicorn's log of messages does, there is but that one to go by.
         """
-        cycle, is_open = self._inner.cycle, False
+        cycle, is_open = getattr(send, "__self__", self._inner.cycle), False
 
         async def sending(message: Message) -> None:
             nonlocal is_open

@@ -96,17 +96,21 @@ def exercise(engine: Engine) -> float:
     """Runs every step shape a few times, as the first runs of a program are slow: they record its CUDA graph.
 
     Of shapes of as many tokens, that of fewest rows runs with as few prompts as fill it, each other one with more than
-    the one before it holds.
+    the one before it holds. Of page widths (`page_buckets`) only one runs for each of them, the least that holds these
+    short requests. Programs of several decode steps run where a sequence can be long enough for one of them.
 
     Returns:
       Seconds.
     """
     begin = time.perf_counter()
     longest, scheduler = engine.pool_plan.max_model_len - 4, engine.config.scheduler
+    several = {shape.num_tokens: shape.num_steps for shape in engine.step_shapes if shape.num_steps > 1}
     rows_before: dict[int, int] = {}  # of the shape before, by tokens
     for size, num_rows in sorted({(shape.num_tokens, shape.num_rows) for shape in engine.step_shapes}):
         if size <= scheduler.max_num_seqs:  # it decodes
             serve(engine, [request([1], 4)] * size, what=f"{size} rows")
+            if (steps := several.get(size)) is not None:
+                _exercise_several(engine, size, steps)
             continue
         tokens = min(size, scheduler.max_num_batched_tokens)
         count = max(min(-(-tokens // longest), num_rows), 1 + rows_before.get(size, 0))
@@ -119,3 +123,12 @@ def exercise(engine: Engine) -> float:
             engine.reset_prefix_cache()
             serve(engine, [request(prompt, 1) for prompt in prompts], what=f"{size} tokens of {count} rows")
     return time.perf_counter() - begin
+
+
+def _exercise_several(engine: Engine, num_rows: int, steps: int) -> None:
+    """Runs the program of so many decode steps three times: by one serve, or by several where sequences are short."""
+    # A step for the prompt gives the first token, and a program runs where it has that many tokens to give.
+    programs = min(3, (engine.pool_plan.max_model_len - 2) // steps)
+    for _ in range(-(-3 // programs) if programs else 0):
+        requests = [request([1], 1 + programs * steps)] * num_rows
+        serve(engine, requests, what=f"{num_rows} rows, {steps} steps at once")

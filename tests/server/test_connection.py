@@ -136,6 +136,36 @@ def test_a_client_of_http_1_0_gets_the_first_event_before_the_last(server):
         assert b"".join(iter(lambda: connection.recv(65536), b"")).endswith(b"data: [DONE]\n\n")
 
 
+def streamed(version: bytes, *, stream: bool = True) -> bytes:
+    body = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/%s\r\nHost: x\r\nConnection: keep-alive\r\n" % version
+    return head + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    ("requests", "chunked"),
+    [
+        ([streamed(b"1.0"), streamed(b"1.0")], [False]),
+        ([streamed(b"1.0"), streamed(b"1.1")], [False]),
+        ([streamed(b"1.1"), streamed(b"1.0")], [True, False]),
+        ([streamed(b"1.1", stream=False), streamed(b"1.0"), streamed(b"1.1")], [False, False]),
+    ],
+    ids=["1.0 1.0", "1.0 1.1", "1.1 1.0", "1.1 whole, 1.0, 1.1"],
+)
+def test_requests_in_one_packet_get_chunks_by_their_own_protocol(server, requests, chunked):
+    """uvicorn has read all of them when it begins to serve the first; one of HTTP/1.0 is the last that is answered."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(b"".join(requests))
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    nothing, *answers = received.split(b"HTTP/1.1 200 OK\r\n")
+    assert nothing == b""
+    heads, contents = zip(*(answer.split(b"\r\n\r\n", 1) for answer in answers), strict=True)
+    assert [b"transfer-encoding: chunked" in head for head in heads] == chunked
+    assert [content.endswith(b"\r\n0\r\n\r\n") for content in contents] == chunked
+    assert contents[-1].startswith(b"data: {")
+    assert contents[-1].endswith(b"\n\ndata: [DONE]\n\n")
+
+
 def test_a_client_that_reads_slowly_gets_its_whole_answer():
     async def main():
         transport = Transport(unread=50, reads=10)
