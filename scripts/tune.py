@@ -302,8 +302,7 @@ def write_table(record: dict[str, Any], kind: str, folder: Path = FOLDER) -> Pat
       ValueError: `read_table` would refuse it; nothing is written.
     """
     parse_table(record, kind)
-    folder.mkdir(exist_ok=True)
-    path = folder / table_name(kind)
+    (path := folder / table_name(kind)).parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     return path
 
@@ -354,19 +353,15 @@ def collect(jobs: list[tuple], multiprocessors: int) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
     for (model, rows), measured in decode.items():
         for cell in _decode_cells(model, rows, measured, multiprocessors):
-            found["decode"].append({**_shape(model), "rows": rows, **cell})
+            found["decode"].append({**dataclasses.asdict(model), "itemsize": model.itemsize, "rows": rows, **cell})
     for (model, (rows, new, length)), measured in prefill.items():
         rule_us = next((us for sizes, us in measured if not sizes), None)
         for sizes, us in measured if rule_us is not None else []:
             cell = {"rows": rows, "new_tokens": new, "kv_len": length, "sizes": sizes, "us": us, "rule_us": rule_us}
-            found["prefill"].append({**_shape(model), **cell})
+            found["prefill"].append({**dataclasses.asdict(model), "itemsize": model.itemsize, **cell})
     for cell in [*found["decode"], *found["prefill"]]:
         cell["us"], cell["rule_us"] = round(cell["us"], 2), round(cell["rule_us"], 2)
     return found
-
-
-def _shape(model: Model) -> dict[str, Any]:
-    return {**dataclasses.asdict(model), "itemsize": model.itemsize}
 
 
 def main() -> None:
@@ -394,8 +389,8 @@ def main() -> None:
             for c in found
         ]
         print_table(f"{kernel}: better than the rules", ["head_dim, bytes", "units", "sizes", "gain"], lines)
-    # The GPU that was measured: `environment` names the first one.
-    record = {"script": "tune", **environment(), "device": gpu.kind, "results": {"chosen": chosen, **cells}}
+    environ = environment() | {"device": gpu.kind}  # which need not be the first
+    record = {"script": "tune", **environ, "results": {"chosen": chosen, **cells}}
     hand_over(record, gpu.kind, FOLDER if arguments.write else None)
 
 

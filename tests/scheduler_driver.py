@@ -60,15 +60,8 @@ def make_scheduler(
     config = {"headroom_pages": 0, **config}  # else hardly anybody is admitted to such small pools
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
     speculation: Any = Oracle(guesses, sliding_window) if guesses else None
-    return Scheduler(
-        settings,
-        memory,
-        max_model_len=max_model_len,
-        eos_token_ids=[EOS],
-        token_buckets=token_buckets,
-        speculation=speculation,
-        costs=costs,
-    )
+    options: Any = {"token_buckets": token_buckets, "speculation": speculation, "costs": costs}
+    return Scheduler(settings, memory, max_model_len=max_model_len, eos_token_ids=[EOS], **options)
 
 
 class Oracle:
