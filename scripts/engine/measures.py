@@ -1,6 +1,7 @@
 """What is measured of each workload: `measure_decode` and `measure_load`, beside the roofline and the peers."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,7 +11,7 @@ import numpy as np
 from jpaged.engine import Engine
 from scripts.engine.peers import Yardstick
 from scripts.engine.roofline import ModelCost, Roofs
-from scripts.engine.serve import Run, request, serve
+from scripts.engine.serve import Request, Run, request, serve
 from scripts.engine.workloads import Load, decode_steps
 
 # The figure of a workload, and its unit; less is better for seconds alone.
@@ -65,7 +66,9 @@ def decode_prompts(cells: Sequence[tuple[int, int]], vocab_size: int) -> dict[in
 def measure_decode(
     bench: Bench, cells: Sequence[tuple[int, int]], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[dict[str, Any]]:
-    """Each cell: (time of `steps` + 1 output tokens - time of one) / steps, both with the prompt in the prefix cache.
+    """Each cell: from when all rows have their first token, or more, to the end of `steps` more, by the tokens that came.
+
+    Prompts are in the prefix cache. What it takes to admit the requests is not in it, nor what another run takes.
 
     Args:
       bench: what all measurements need.
@@ -78,19 +81,18 @@ def measure_decode(
         if stop():
             return
 
-        def run(tokens: int, rows=rows, context=context) -> Run:
-            requests = [request(ids, tokens, bench.temperature) for ids in prompts[context][:rows]]
-            return serve(engine, requests, what=f"decode {rows}@{context}")
+        def requests(tokens: int, rows=rows, context=context) -> list[Request]:
+            return [request(ids, tokens, bench.temperature) for ids in prompts[context][:rows]]
 
-        run(1)  # computes the prompts
+        what = f"decode {rows}@{context}"
+        serve(engine, requests(1), what=what)  # computes the prompts
         # The first calls of a program are slower: they record its CUDA graph. `exercise` ran each program, but perhaps
         # with another page width. Three runs it is at least; a cell of fewer steps is served several times for that.
         warm = 3 * (engine.config.decode_steps or 1)
         for _ in range(-(-warm // min(warm, steps))):
-            run(1 + min(warm, steps))
-        short, long = [run(1) for _ in range(bench.repeats)], [run(steps + 1) for _ in range(bench.repeats)]
-        begin = statistics.median(run.wall_s for run in short)
-        times = [1e3 * (run.wall_s - begin) / steps for run in long]
+            serve(engine, requests(1 + min(warm, steps)), what=what)
+        timed = [_decode_ms(engine, requests(1 + steps), what) for _ in range(bench.repeats)]
+        times, runs = [ms for ms, _ in timed], [run for _, run in timed]
         ms, roof = statistics.median(times), 1e3 * bench.cost.decode_s(bench.roofs, rows, context + steps / 2)
         yield {
             "rows": rows,
@@ -100,10 +102,26 @@ def measure_decode(
             "tokens_per_s": round(1e3 * rows / ms, 1),
             "roofline_ms": round(roof, 3),
             "roofline_fraction": round(roof / ms, 3),
-            "prompt_cached": round(min(run.cached_fraction for run in (*short, *long)), 3),
-            "host_ms": long[-1].ms_per_step,
+            "prompt_cached": round(min(run.cached_fraction for run in runs), 3),
+            "host_ms": runs[-1].ms_per_step,
             **bench.yardstick.compare(ms, "decode", f"{rows}@{context}"),
         }
+
+
+def _decode_ms(engine: Engine, requests: Sequence[Request], what: str) -> tuple[float, Run]:
+    """Milliseconds of a step in which each of the requests gets a token."""
+    rows, before = len(requests), engine.stats().num_generated_tokens
+    begun: tuple[float, int] | None = None
+
+    def look() -> None:
+        nonlocal begun
+        if begun is None and (count := engine.stats().num_generated_tokens - before) >= rows:
+            begun = time.perf_counter(), count
+
+    run = serve(engine, requests, what=what, after_step=look)
+    assert begun is not None
+    seconds, tokens = time.perf_counter() - begun[0], run.output_tokens - begun[1]
+    return 1e3 * seconds * rows / tokens, run
 
 
 def measure_load(bench: Bench, load: Load) -> dict[str, Any]:
