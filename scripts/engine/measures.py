@@ -66,7 +66,7 @@ def decode_prompts(cells: Sequence[tuple[int, int]], vocab_size: int) -> dict[in
 def measure_decode(
     bench: Bench, cells: Sequence[tuple[int, int]], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[dict[str, Any]]:
-    """Each cell: from when all rows have their first token, or more, to the end of `steps` more, by the tokens that came.
+    """Each cell: from when all rows have a token, or more, to the end of `steps` more, by the tokens that came.
 
     Prompts are in the prefix cache. What it takes to admit the requests is not in it, nor what another run takes.
 
