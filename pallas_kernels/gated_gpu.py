@@ -20,7 +20,6 @@ As `product_gpu`, but what bounds it is not the memory. What a product of many r
 # pyright: reportPrivateImportUsage=false
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +30,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from . import combine_gpu as ends
 from . import prefill_barriers_gpu as sync
 from .consumer_gpu import LOG2E
 from .product_plan_gpu import DEPTH, GATED_COLUMNS, GATED_ROWS, TILE_ROWS, GatedBlocks
+from .product_tiles_gpu import TRANSFORMS, load_tiles
 
-_SWIZZLE = 128
-_TRANSFORMS = plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(_SWIZZLE)
 _CONSUMERS = GATED_ROWS // TILE_ROWS
 _STAGES = 4
 _OUT_COLUMNS = GATED_COLUMNS // 2  # half of a tile's columns are gate's, half up's
@@ -49,56 +47,6 @@ _MOST = 60.0  # of -gate / log(2): a pair of divisors can be multiplied, and sil
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
-_CLUSTER_AXIS = gpu.Dimension.x
-
-
-def _load(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column, *, cluster: int) -> None:
-    """In a warp: asks for the tiles of the k-th 64 of K, of a kernel [K / 8, 8, 2, F / 64, 64]."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(_REF, _REF, plgpu.RefType(_TRANSFORMS), plgpu.RefType(_TRANSFORMS), _REF, *[_SCALAR] * 4)
-    )
-    def load(ctx, kernel, x, kernel_smem, x_smem, full, *scalars):
-        index = ir.IndexType.get()
-        stage, k, row, column = (ends.scalar_of(x) for x in scalars)
-        full = utils.BarrierRef(utils.memref_ptr(full), stage, None, 1)
-        shape = lambda ref: ir.MemRefType(ref.type).shape  # noqa: E731
-        at = lambda x, width: mgpu.ds(arith.index_cast(index, x), width)  # noqa: E731
-        nbytes = 2 * (math.prod(shape(kernel_smem)) + math.prod(shape(x_smem)))  # all that arrives in this block
-        halves = _OUT_COLUMNS // DEPTH
-        every = slice(None)
-        first, tile = arith.muli(k, ends.i32(DEPTH // 8)), arith.divui(column, ends.i32(DEPTH))
-        with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)):
-            full.arrive_expect_tx(nbytes)
-            for ref, smem, where, transform, collective in (
-                (
-                    kernel,
-                    utils.memref_unfold(kernel_smem, 1, (2, halves)),
-                    (at(first, DEPTH // 8), every, every, at(tile, halves), every),
-                    mgpu.TransposeTransform((0, 2, 3, 1, 4)),
-                    _CLUSTER_AXIS if cluster > 1 else None,
-                ),
-                (
-                    x,
-                    x_smem,
-                    (at(row, GATED_ROWS), at(arith.muli(k, ends.i32(DEPTH)), DEPTH)),
-                    mgpu.TileTransform((8, DEPTH)),
-                    None,
-                ),
-            ):
-                ctx.async_copy(
-                    src_ref=ref,
-                    dst_ref=smem,
-                    gmem_slice=where,
-                    gmem_transform=(transform,),
-                    barrier=full,
-                    swizzle=_SWIZZLE,
-                    arrive=False,
-                    collective=collective,
-                    predicate=None,
-                )
-
-    load(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column)
 
 
 def _meet() -> None:
@@ -212,7 +160,7 @@ def gated_gpu(x, kernel, *, blocks: GatedBlocks):
                     sync.wait(freed, stage, lax.div(step, _STAGES) - 1)
 
                 smem = kernel_smem.at[stage], x_smem.at[stage]
-                _load(kernel_ref, x_ref, *smem, full, stage, k, row, column, cluster=cluster)
+                load_tiles(kernel_ref, x_ref, *smem, full, stage, k, row, column, cluster=cluster)
                 return step + 1
 
             return lax.fori_loop(0, depths, tile, step)
@@ -270,9 +218,9 @@ def gated_gpu(x, kernel, *, blocks: GatedBlocks):
         body,
         out_type=jax.ShapeDtypeStruct((rows, out_columns), x.dtype),
         scratch_types=[
-            plgpu.SMEM((_STAGES, GATED_ROWS, DEPTH), x.dtype, transforms=_TRANSFORMS),
-            plgpu.SMEM((_STAGES, DEPTH, GATED_COLUMNS), kernel.dtype, transforms=_TRANSFORMS),
-            plgpu.SMEM((_CONSUMERS, TILE_ROWS, _OUT_COLUMNS), x.dtype, transforms=_TRANSFORMS),
+            plgpu.SMEM((_STAGES, GATED_ROWS, DEPTH), x.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((_STAGES, DEPTH, GATED_COLUMNS), kernel.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((_CONSUMERS, TILE_ROWS, _OUT_COLUMNS), x.dtype, transforms=TRANSFORMS),
             sync.barriers(_STAGES),
             sync.barriers(_STAGES),
         ],

@@ -19,7 +19,6 @@ half of its columns each, brought side by side by one copy, so what joins them i
 # pyright: reportPrivateImportUsage=false
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -35,67 +34,13 @@ from . import combine_gpu as ends
 from . import prefill_barriers_gpu as sync
 from .consumer_gpu import LOG2E
 from .product_plan_gpu import DEPTH, TILE_ROWS, ProductBlocks, Result
+from .product_tiles_gpu import TRANSFORMS, load_tiles
 
-_SWIZZLE = 128
-_TRANSFORMS = plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(_SWIZZLE)
 _WARPS = 4  # of a warpgroup
 _REGISTERS = {1: (240, 40), 2: (240, 24)}  # of a consumer's and of a loading thread, by consumers of a block
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
-
-
-def _load(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column, *, blocks: ProductBlocks) -> None:
-    """In a warp: asks for the tiles of the k-th 64 of K; a kernel of five axes is of gate and up."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(_REF, _REF, plgpu.RefType(_TRANSFORMS), plgpu.RefType(_TRANSFORMS), _REF, *[_SCALAR] * 4)
-    )
-    def load(ctx, kernel, x, kernel_smem, x_smem, full, *scalars):
-        index = ir.IndexType.get()
-        stage, k, row, column = (ends.scalar_of(x) for x in scalars)
-        full = utils.BarrierRef(utils.memref_ptr(full), stage, None, 1)
-        at = lambda x, width, unit: mgpu.ds(  # noqa: E731
-            arith.index_cast(index, arith.muli(x, ends.i32(unit)) if unit > 0 else arith.divui(x, ends.i32(-unit))),
-            width,
-        )
-        shape = lambda ref: ir.MemRefType(ref.type).shape  # noqa: E731
-        nbytes = 2 * (math.prod(shape(kernel_smem)) + math.prod(shape(x_smem)))
-        gated = len(shape(kernel)) == 5
-        if gated:
-            halves = blocks.columns // 2 // DEPTH
-            kernel_slice = (
-                at(k, DEPTH // 8, DEPTH // 8),
-                slice(None),
-                slice(None),
-                at(column, halves, -DEPTH),
-                slice(None),
-            )
-            kernel_transform = mgpu.TransposeTransform((0, 2, 3, 1, 4))
-            kernel_smem = utils.memref_unfold(kernel_smem, 1, (2, halves))
-        else:
-            kernel_slice = at(k, DEPTH, DEPTH), at(column, blocks.columns, 1)
-            kernel_transform = mgpu.TileTransform((8, DEPTH))
-        rows_slice = at(row, shape(x_smem)[0] * 8, 1), at(k, DEPTH, DEPTH)
-        copies = [
-            (kernel, kernel_smem, kernel_slice, kernel_transform),
-            (x, x_smem, rows_slice, mgpu.TileTransform((8, DEPTH))),
-        ]
-        with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)):
-            full.arrive_expect_tx(nbytes)
-            for ref, smem, where, transform in copies:
-                ctx.async_copy(
-                    src_ref=ref,
-                    dst_ref=smem,
-                    gmem_slice=where,
-                    gmem_transform=(transform,),
-                    barrier=full,
-                    swizzle=_SWIZZLE,
-                    arrive=False,
-                    predicate=None,
-                )
-
-    load(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column)
 
 
 def _silu_times(gate: ir.Value, up: ir.Value) -> ir.Value:
@@ -187,7 +132,7 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
                     sync.wait(freed, stage, lax.div(step, stages) - 1)
 
                 x_tile = x_smem.at[stage] if box_rows == tile_rows else x_smem.at[stage, pl.ds(0, box_rows)]
-                _load(kernel_ref, x_ref, kernel_smem.at[stage], x_tile, full, stage, k, row, column, blocks=blocks)
+                load_tiles(kernel_ref, x_ref, kernel_smem.at[stage], x_tile, full, stage, k, row, column)
                 return step + 1
 
             return lax.fori_loop(first, end, tile, step)
@@ -240,8 +185,8 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
         body,
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32 if result == "parts" else x.dtype),
         scratch_types=[
-            plgpu.SMEM((stages, tile_rows, DEPTH), x.dtype, transforms=_TRANSFORMS),
-            plgpu.SMEM((stages, DEPTH, blocks.columns), kernel.dtype, transforms=_TRANSFORMS),
+            plgpu.SMEM((stages, tile_rows, DEPTH), x.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((stages, DEPTH, blocks.columns), kernel.dtype, transforms=TRANSFORMS),
             sync.barriers(stages),
             sync.barriers(stages),
         ],
