@@ -143,8 +143,8 @@ class Engine:
         self._constraints, self._loader, self._counter, self._in_flight = constraints, loader, counter, in_flight
         self.metrics = collector.metrics
         with jax.default_device(self.device):
-            self._kv_pages = [make_pages(spec) for spec in self._page_specs]
-            self._state = make_sampler_state(max_num_seqs, self.vocab_size)
+            made = [make_pages(spec) for spec in self._page_specs], make_sampler_state(max_num_seqs, self.vocab_size)
+        self._kv_pages, self._state = jax.device_put(made, self.device)  # bound to it, as steps give them back
         self._mover = PageMover(self._kv_pages, num_host_pages=config.cache.host_pages)
         self._failure: BaseException | None = None
 

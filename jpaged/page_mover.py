@@ -35,7 +35,7 @@ class PageMover:
             np.zeros((num_host_pages + 1, *leaf.shape[1:]), leaf.dtype) if num_host_pages else None
             for leaf in jax.tree.leaves(kv_pages)
         ]
-        self._copy, self._read, self._write = _programs(kv_pages[0].data.sharding, kv_pages[0].spec.implementation)
+        self._copy, self._read, self._write = _programs(kv_pages[0].spec.implementation)
 
     def move(self, kv_pages: list[KVPages], transfers: PageTransfers) -> list[KVPages]:
         """Moves what a plan asks for, in the order of its fields. `kv_pages` is consumed.
@@ -77,18 +77,10 @@ def _lists(pairs: tuple[tuple[int, int], ...]) -> Iterator[tuple[np.ndarray, np.
 
 
 @cache  # for an engine that begins anew, which compiles nothing
-def _programs(place: Any, implementation: str) -> tuple[Any, Any, Any]:
-    """`_copy`, `_read` and `_write`, compiled for pages that lie in one place.
-
-    It is said, as jax would else compile them once for new pages, which are bound to no device, and again for those
-    that a step gives back.
-    """
+def _programs(implementation: str) -> tuple[Any, Any, Any]:
+    """`_copy`, `_read` and `_write`, jitted."""
     write = partial(_write, implementation=implementation)
-    return (
-        jax.jit(_copy, donate_argnums=0, in_shardings=place),
-        jax.jit(_read, in_shardings=place),
-        jax.jit(write, donate_argnums=0, in_shardings=place),
-    )
+    return jax.jit(_copy, donate_argnums=0), jax.jit(_read), jax.jit(write, donate_argnums=0)
 
 
 def _copy(kv_pages, sources, copies):

@@ -197,23 +197,12 @@ def load_entry(state: SamplerState, index: int, entry: SamplerEntry) -> SamplerS
         expected = getattr(state, name).shape[1:]
         if values.shape != expected:
             raise ValueError(f"{name}.shape is {values.shape}, expected {expected}, as `entry_for` makes it")
-    return _load_entry(_committed(state), np.int32(index), entry)
+    return _load_entry(state, np.int32(index), entry)
 
 
 def warm_up_entry(state: SamplerState) -> SamplerState:
     """Compiles the program of `load_entry`, by emptying the null entry, which is empty anyway (`state` is donated)."""
-    return _load_entry(_committed(state), np.int32(state.null_entry), entry_for(SamplingParams(), (), state.vocab_size))
-
-
-def _committed(state: SamplerState) -> SamplerState:
-    """The same arrays, bound to their device.
-
-    New ones are not, and those that a step gives may be or not, as its inputs were. jax compiles a program anew for
-    each mix of the two, so the programs here are only shown one.
-    """
-    if all(leaf.committed for leaf in jax.tree.leaves(state)):
-        return state
-    return jax.device_put(state, state.last_token.sharding)
+    return _load_entry(state, np.int32(state.null_entry), entry_for(SamplingParams(), (), state.vocab_size))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -240,7 +229,7 @@ def warm_up_masks(state: SamplerState) -> SamplerState:
     for count in mask_row_counts(state.null_entry):
         packed = np.full((count, 1 + state.token_mask.shape[1]), ALL_TOKENS)
         packed[:, 0] = state.null_entry
-        state = _load_masks(_committed(state), packed)
+        state = _load_masks(state, packed)
     return state
 
 
@@ -269,7 +258,7 @@ def load_masks(state: SamplerState, masks: Sequence[tuple[int, np.ndarray]]) -> 
     for row, (index, mask) in zip(packed, masks, strict=False):
         row[0], row[1:] = index, mask
     packed[len(masks) :, 1:] = ALL_TOKENS
-    return _load_masks(_committed(state), packed)
+    return _load_masks(state, packed)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -359,7 +359,7 @@ def test_pictures_and_tables_show_what_a_gpu_was_measured_to_do(monkeypatch: pyt
         in tables.breakdown_table([read])
     )
     assert (
-        "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 | d, `c` |"
+        "| m, bfloat16 | D | 1 x 1,024 | 5.00 | 4.00 | 80% | 9 | 6.00 | 1.25 | 4.30 | – | d, `c` |"
         in tables.decode_table([read])
     )
     summary = tables.summary_table([read, all_of_it])

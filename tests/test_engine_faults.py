@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -218,3 +219,17 @@ def test_a_restart_needs_no_file_of_preemption_costs(model, tmp_path, monkeypatc
     assert engine.stats().num_swaps
     with pytest.raises(ConfigError, match=r"no preemption costs in costs\.json"):
         make_engine(model, **options)
+
+
+def test_pages_and_state_are_bound_to_the_device_from_the_first_moment_on(model):
+    """A program's key tells whether arrays are: it would depend on which request comes first."""
+    engine = make_engine(model)
+
+    def are_bound() -> bool:
+        return all(leaf.committed for leaf in jax.tree.leaves((engine._kv_pages, engine._state)))
+
+    assert are_bound()
+    serve(engine, [([1, 2, 3], SamplingParams(max_tokens=2, logit_bias={3: 1.0}))])
+    assert are_bound()
+    engine.restart()
+    assert are_bound()

@@ -110,11 +110,9 @@ def test_no_program_copies_the_pool(dtype, stored_for):
 
 @pytest.mark.parametrize("num_host_pages", [0, 4])
 def test_after_a_warm_up_nothing_is_compiled(num_host_pages, monkeypatch):
-    # New pages are bound to no device, and those that a step gives may be. Nobody else has as many pages as these.
-    num_pages = PAGES + 1 + num_host_pages
-    pools = [make_pool("bfloat16", num_pages=num_pages) for _ in range(2)]
-    pools.append(jax.device_put(pools[0], jax.devices()[0]))
-    pools[0] = make_pool("bfloat16", num_pages=num_pages)
+    num_pages = PAGES + 1 + num_host_pages  # nobody else has as many
+    make = lambda: jax.device_put(make_pool("bfloat16", num_pages=num_pages), jax.devices()[0])  # noqa: E731, as engines do
+    pools = [make(), make()]
     mover = PageMover(pools[0], num_host_pages=num_host_pages)
     before = bits(pools[0])
     pools[0] = mover.warm_up(pools[0])

@@ -86,7 +86,7 @@ def decode_table(records: Sequence[Record]) -> str:
     """Milliseconds of a decode step."""
     columns = ["Model", "Hardware", "Rows x context", "ms", "Roofline, ms", "Of the roofline"]
     return table(
-        [*columns, "Tokens/s", "vLLM, ms", "Times as fast", "To reach, ms", "Measured"],
+        [*columns, "Tokens/s", "vLLM, ms", "Times as fast", "To reach, ms", "Each, ms", "Measured"],
         (
             [
                 _model(record),
@@ -97,6 +97,7 @@ def decode_table(records: Sequence[Record]) -> str:
                 f"{r['roofline_fraction']:.0%}",
                 f"{r['tokens_per_s']:,.0f}",
                 *_beside(r, 2),
+                ", ".join(f"{each:.2f}" for each in r.get("ms_of_each", [])) or "–",
                 source(record),
             ]
             for record in _records(records, "decode")
