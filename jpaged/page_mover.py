@@ -1,8 +1,7 @@
 """`PageMover`: carries out a plan's `PageTransfers`: pages to the host and back, and copies within the pool."""
 
 from collections.abc import Iterator
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ class PageMover:
             np.zeros((num_host_pages + 1, *leaf.shape[1:]), leaf.dtype) if num_host_pages else None
             for leaf in jax.tree.leaves(kv_pages)
         ]
-        self._copy, self._read, self._write = _programs(kv_pages[0].spec.implementation)
+        self._implementation = kv_pages[0].spec.implementation
 
     def move(self, kv_pages: list[KVPages], transfers: PageTransfers) -> list[KVPages]:
         """Moves what a plan asks for, in the order of its fields. `kv_pages` is consumed.
@@ -43,7 +42,7 @@ class PageMover:
         Pages that are saved are read as all steps dispatched so far leave them; the host waits for that.
         """
         for pages, host_pages, count in _lists(transfers.swapped_out):
-            read = self._read(jax.tree.leaves(kv_pages), pages)
+            read = _read(jax.tree.leaves(kv_pages), pages)
             for values in read:
                 values.copy_to_host_async()  # all layers at once
             for host, values in zip(self._host, read, strict=True):
@@ -52,9 +51,10 @@ class PageMover:
         for host_pages, pages, _ in _lists(transfers.swapped_in):
             values = [host[host_pages] for host in self._host if host is not None]
             leaves, tree = jax.tree.flatten(kv_pages)
-            kv_pages = jax.tree.unflatten(tree, self._write(leaves, pages, values))
+            written = _write(leaves, pages, values, implementation=self._implementation)
+            kv_pages = jax.tree.unflatten(tree, written)
         for sources, copies, _ in _lists(transfers.copies):  # no page is both: a source is held, a copy was free
-            kv_pages = self._copy(kv_pages, sources, copies)
+            kv_pages = _copy(kv_pages, sources, copies)
         return kv_pages
 
     def warm_up(self, kv_pages: list[KVPages]) -> list[KVPages]:
@@ -76,20 +76,17 @@ def _lists(pairs: tuple[tuple[int, int], ...]) -> Iterator[tuple[np.ndarray, np.
         yield padded[0], padded[1], len(part)
 
 
-@cache  # for an engine that begins anew, which compiles nothing
-def _programs(implementation: str) -> tuple[Any, Any, Any]:
-    """`_copy`, `_read` and `_write`, jitted."""
-    write = partial(_write, implementation=implementation)
-    return jax.jit(_copy, donate_argnums=0), jax.jit(_read), jax.jit(write, donate_argnums=0)
-
-
+# Of the module and not of a mover: an engine that begins anew has another one, and compiles nothing.
+@partial(jax.jit, donate_argnums=0)
 def _copy(kv_pages, sources, copies):
     return [copy_pages(pages, sources, copies) for pages in kv_pages]
 
 
+@jax.jit
 def _read(leaves, pages):
     return [leaf[pages] for leaf in leaves]
 
 
+@partial(jax.jit, static_argnames="implementation", donate_argnums=0)
 def _write(leaves, pages, values, implementation):
     return [replace_pages(leaf, pages, value, implementation) for leaf, value in zip(leaves, values, strict=True)]

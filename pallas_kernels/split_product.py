@@ -3,10 +3,13 @@
 A step's products have few rows, so a matrix of 4096 columns makes 32 tiles of 128, for 132 multiprocessors. XLA on GPUs
 cuts the contraction of such a product and adds a kernel that sums the parts, unless it can fuse the sum into what reads
 them, and it cannot into a kernel of ours. So the parts go to that kernel as they are. On Hopper products of 8 to 128
-rows have a kernel of their own (`product_gpu`); others are XLA's, with the cut said in the program.
+rows have a kernel of their own (`product_gpu`), and gate and up of many rows another (`gated_gpu`); others are XLA's,
+with the cut said in the program.
 """
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from .compat import current_gpu, jax_version
 from .dispatch import current_platform
 from .product_plan_gpu import GatedBlocks, ProductBlocks, Result, gated_blocks, product_blocks
 
+_Blocks = TypeVar("_Blocks", ProductBlocks, GatedBlocks)
 _TILE_ROWS, _TILE_COLUMNS = 128, 128
 _MIN_INPUTS = 768  # of a part: shorter ones do not pay for their sum
 _MAX_PARTS = 8
@@ -41,28 +45,14 @@ def num_parts(tokens: int, inputs: int, outputs: int, multiprocessors: int) -> i
     return parts
 
 
-def _multiprocessors(x: Array, kernel: Array) -> int | None:
-    """Of a Hopper GPU whose kernels take such operands; `None` where there is none."""
+def _own_blocks(rule: Callable[..., _Blocks | None], x: Array, kernel: Array, *result: Result) -> _Blocks | None:
+    """How a kernel of ours multiplies them, by its rule; `None` where none does."""
     gpu = current_gpu() if current_platform() == "gpu" else None
     if gpu is None or not gpu.is_hopper or jax_version() < (0, 11):
         return None
-    return gpu.multiprocessors if x.dtype == kernel.dtype and x.dtype.itemsize == 2 else None
-
-
-def _own_blocks(x: Array, kernel: Array, result: Result) -> ProductBlocks | None:
-    """How our kernel multiplies them; `None` where it does not."""
-    if (multiprocessors := _multiprocessors(x, kernel)) is None:
+    if x.dtype != kernel.dtype or x.dtype.itemsize != 2:
         return None
-    inputs, outputs = kernel.shape
-    return product_blocks(math.prod(x.shape[:-1]), inputs, outputs, result, multiprocessors)
-
-
-def _many_rows_blocks(x: Array, kernel: Array) -> GatedBlocks | None:
-    """How our kernel of many rows multiplies them; `None` where it does not."""
-    if (multiprocessors := _multiprocessors(x, kernel)) is None:
-        return None
-    inputs, outputs = kernel.shape
-    return gated_blocks(math.prod(x.shape[:-1]), inputs, outputs, multiprocessors)
+    return rule(math.prod(x.shape[:-1]), *kernel.shape, *result, gpu.multiprocessors)
 
 
 def split_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F"]) -> Float[Array, "..."]:
@@ -76,7 +66,7 @@ def split_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F"]) -> Float
     """
     if current_platform() != "gpu" or (gpu := current_gpu()) is None:
         return x @ kernel
-    blocks = _own_blocks(x, kernel, "parts")
+    blocks = _own_blocks(product_blocks, x, kernel, "parts")
     if blocks is None:
         inputs, outputs = kernel.shape
         return cut_product(x, kernel, num_parts(math.prod(x.shape[:-1]), inputs, outputs, gpu.multiprocessors))
@@ -97,11 +87,11 @@ def gated_product(x: Float[Array, "*B K"], kernel: Float[Array, "K F2"]) -> Floa
       1.4621
     """
     rows = x.reshape(-1, x.shape[-1])
-    if (blocks := _own_blocks(x, kernel, "silu")) is not None:
+    if (blocks := _own_blocks(product_blocks, x, kernel, "silu")) is not None:
         from .product_gpu import product_gpu  # needs jax 0.11
 
         product = product_gpu(rows, kernel, result="silu", blocks=blocks)
-    elif (many := _many_rows_blocks(x, kernel)) is not None:
+    elif (many := _own_blocks(gated_blocks, x, kernel)) is not None:
         from .gated_gpu import gated_gpu  # needs jax 0.11
 
         product = gated_gpu(rows, kernel, blocks=many)

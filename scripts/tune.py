@@ -62,20 +62,14 @@ class Model:
         return f"{self.heads}/{self.kv_heads} x {self.head_dim}, {self.dtype}"
 
 
-DECODE_MODELS = (
-    Model(32, 8, 128, "bfloat16"),
-    Model(32, 8, 64, "bfloat16"),
-    Model(9, 3, 64, "bfloat16"),
-    Model(16, 8, 256, "bfloat16"),
-    Model(32, 8, 128, "int8"),
-)
-PREFILL_MODELS = (
+_OF_BOTH = (
     Model(32, 8, 128, "bfloat16"),
     Model(32, 8, 64, "bfloat16"),
     Model(16, 8, 256, "bfloat16"),
     Model(32, 8, 128, "int8"),
-    Model(32, 8, 64, "int8"),
 )
+DECODE_MODELS = (*_OF_BOTH, Model(9, 3, 64, "bfloat16"))
+PREFILL_MODELS = (*_OF_BOTH, Model(32, 8, 64, "int8"))
 
 
 def decode_consumers(model: Model) -> list[int]:
@@ -295,7 +289,7 @@ def choices(kernel: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def write_table(record: dict[str, Any], kind: str, folder: Path = FOLDER) -> Path:
+def write_table(record: dict[str, Any], kind: str, folder: Path) -> Path:
     """Makes a record the table of its kind of GPU.
 
     Raises:
@@ -310,13 +304,13 @@ def write_table(record: dict[str, Any], kind: str, folder: Path = FOLDER) -> Pat
 def hand_over(record: dict[str, Any], kind: str, folder: Path | None) -> None:
     """Prints a record, so that nothing is lost, then makes it the table of its kind of GPU, if there is a folder.
 
-    Raises:
-      SystemExit: with a message: `read_table` would refuse the record, or it cannot be written.
+    Exits with a message where `read_table` would refuse the record, or where it cannot be written.
     """
     print(json.dumps(record), flush=True)
     try:
-        parse_table(record, kind)
-        if folder is not None:
+        if folder is None:
+            parse_table(record, kind)
+        else:
             print(f"wrote {write_table(record, kind, folder)}", file=sys.stderr)
     except (OSError, ValueError) as error:
         sys.exit(f"error: no table was made of the record above: {error}")
@@ -353,15 +347,19 @@ def collect(jobs: list[tuple], multiprocessors: int) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {"decode": [], "prefill": []}
     for (model, rows), measured in decode.items():
         for cell in _decode_cells(model, rows, measured, multiprocessors):
-            found["decode"].append({**dataclasses.asdict(model), "itemsize": model.itemsize, "rows": rows, **cell})
+            found["decode"].append({**_shape(model), "rows": rows, **cell})
     for (model, (rows, new, length)), measured in prefill.items():
         rule_us = next((us for sizes, us in measured if not sizes), None)
         for sizes, us in measured if rule_us is not None else []:
             cell = {"rows": rows, "new_tokens": new, "kv_len": length, "sizes": sizes, "us": us, "rule_us": rule_us}
-            found["prefill"].append({**dataclasses.asdict(model), "itemsize": model.itemsize, **cell})
+            found["prefill"].append({**_shape(model), **cell})
     for cell in [*found["decode"], *found["prefill"]]:
         cell["us"], cell["rule_us"] = round(cell["us"], 2), round(cell["rule_us"], 2)
     return found
+
+
+def _shape(model: Model) -> dict[str, Any]:
+    return {**dataclasses.asdict(model), "itemsize": model.itemsize}
 
 
 def main() -> None:
@@ -389,8 +387,8 @@ def main() -> None:
             for c in found
         ]
         print_table(f"{kernel}: better than the rules", ["head_dim, bytes", "units", "sizes", "gain"], lines)
-    environ = environment() | {"device": gpu.kind}  # which need not be the first
-    record = {"script": "tune", **environ, "results": {"chosen": chosen, **cells}}
+    # `environment` names the first GPU, which need not be the one that was measured.
+    record = {"script": "tune", **environment(), "device": gpu.kind, "results": {"chosen": chosen, **cells}}
     hand_over(record, gpu.kind, FOLDER if arguments.write else None)
 
 

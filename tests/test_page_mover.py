@@ -1,12 +1,14 @@
 """Pages move bit by bit, in the order of the plan's fields, in place, and by few small programs."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged import page_mover
 from jpaged.page_mover import PageMover
 from jpaged.pallas_kernels import KVPages, PageSpec, make_pages
 from jpaged.step_plan import PageTransfers
@@ -93,17 +95,17 @@ def test_pages_are_saved_before_others_come_and_come_before_they_are_copied():
 @pytest.mark.parametrize(("dtype", "stored_for"), KINDS)
 def test_no_program_copies_the_pool(dtype, stored_for):
     kv_pages = make_pool(dtype, stored_for)
-    mover = PageMover(kv_pages, num_host_pages=1)
     pages = np.zeros(4, np.int32)
     leaves = jax.tree.leaves(kv_pages)
     values = [np.zeros((4, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-    donating = (mover._copy.lower(kv_pages, pages, pages), mover._write.lower(leaves, pages, values))
+    write = partial(page_mover._write.lower, implementation=kv_pages[0].spec.implementation)
+    donating = (page_mover._copy.lower(kv_pages, pages, pages), write(leaves, pages, values))
     for lowered in donating:
         compiled = lowered.compile()
         assert [line for layer in kv_pages for line in pool_copies(compiled, layer.spec)] == []
         # All of it is aliased to the outputs, so there is no second pool while it runs.
         assert compiled.memory_analysis().alias_size_in_bytes >= sum(leaf.nbytes for leaf in leaves)
-    compiled = mover._read.lower(leaves, pages).compile()
+    compiled = page_mover._read.lower(leaves, pages).compile()
     assert [line for layer in kv_pages for line in pool_copies(compiled, layer.spec)] == []
     assert compiled.memory_analysis().output_size_in_bytes < sum(leaf.nbytes for leaf in leaves) / 10
 
