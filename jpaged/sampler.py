@@ -11,7 +11,6 @@ Nothing is sorted (`jpaged.token_filter`).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from jpaged.token_filter import filter_logits
 
 _TILE = 256
 _MIN_TILE = 32
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class SampleResult(NamedTuple):
@@ -102,14 +102,13 @@ def choose_tokens(
       >>> choose_tokens(jnp.array([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]]), rows, "greedy", TUNINGS["gpu"]).tolist()
       [1, 0]
     """
+    draws = rows.samples & (rows.temperature >= MIN_TEMPERATURE) & (rows.top_k != 1)
+    if kind == "draw" and not tuning.branches:
+        best, token_ids = _draw_or_take(logits, rows, draws, tuning)
+        return _checked(best, token_ids, rows)
     in_kernel = tuning.kernels and kind in ("filter", "full") and can_draw_filtered(logits.shape)
-    tiles = _tiles(logits, TILE if in_kernel else None)
-    maxima = _maxima(tiles)
-    if in_kernel:  # where they are used several times the compiler would look at all logits again
-        maxima = jax.lax.optimization_barrier(maxima)
-    best, token_ids = _argmax(maxima, lambda tile: _taken(tiles, tile))
+    best, token_ids, maxima = _argmax(_tiles(_without_nan(logits), TILE if in_kernel else None), tuning)
     if kind != "greedy":
-        draws = rows.samples & (rows.temperature >= MIN_TEMPERATURE) & (rows.top_k != 1)
         filters = draws & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         if in_kernel:
             params = DrawParams(_temperature(rows, draws), rows.top_k, rows.top_p, rows.min_p, _keys(rows))
@@ -120,8 +119,12 @@ def choose_tokens(
             filters = None if kind == "draw" else filters
             drawn = where_needed(tuning, draws, lambda: _draw(logits, rows, draws, tuning, filters), token_ids)
         token_ids = jnp.where(draws, drawn, token_ids)
-    token_ids = jnp.where(jnp.isfinite(best), token_ids, -1)
-    return jnp.where(rows.samples, token_ids, 0)
+    return _checked(best, token_ids, rows)
+
+
+def _checked(best: Float32[Array, " S"], token_ids: Int32[Array, " S"], rows: SamplingRows) -> Int32[Array, " S"]:
+    """-1 where the best score is none, 0 in rows that do not sample."""
+    return jnp.where(rows.samples, jnp.where(jnp.isfinite(best), token_ids, -1), 0)
 
 
 def _mask(logits: Float32[Array, "S V"], rows: SamplingRows, state: SamplerState) -> Float32[Array, "S V"]:
@@ -174,31 +177,59 @@ def _tiles(logits: Float32[Array, "S V"], tile: int | None = None) -> Float32[Ar
     return logits.reshape(num_rows, -1, size)
 
 
-def _maxima(tiles: Float32[Array, "S N t"]) -> Float32[Array, "S N"]:
-    """The largest of each tile; NaN counts as infinity, because a compiled maximum need not keep it."""
-    return jnp.max(jnp.where(tiles <= jnp.inf, tiles, jnp.inf), axis=2)
+def _without_nan(logits: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
+    """With +inf for NaN, which a compiled maximum need not keep."""
+    return jnp.where(logits <= jnp.inf, logits, jnp.inf)
 
 
-def _taken(tiles: Float32[Array, "S N t"], tile: Int32[Array, " S"]) -> Float32[Array, "S t"]:
-    """One tile of each row."""
-    return jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+class _Best(NamedTuple):
+    """Of rows in tiles.
+
+    Attributes:
+      value: the largest of each row.
+      token_ids: the first token that has it.
+      maxima: the largest of each tile.
+    """
+
+    value: Float32[Array, " S"]
+    token_ids: Int32[Array, " S"]
+    maxima: Float32[Array, "S N"]
 
 
-def _argmax(
-    maxima: Float32[Array, "S N"], tile_of: Callable[[Int32[Array, " S"]], Float32[Array, "S t"]]
-) -> tuple[Float32[Array, " S"], Int32[Array, " S"]]:
-    """The largest value of each row, +inf if the row holds a NaN, and the first token that has it.
+def _argmax(tiles: Float32[Array, "S N t"], tuning: SamplerTuning) -> _Best:
+    """The best of tiles first, then of a row's tiles: an argmax of the row keeps one multiprocessor of a GPU busy.
 
-    Tiles first, then the tokens of one tile: the maximum of each tile is all that is taken of a whole row, where an
-    argmax of the row is several times slower on a CPU, and keeps one multiprocessor of a GPU busy.
+    A GPU finds the place with the value, so nothing looks at the logits again. A CPU takes several times as long for
+    such pairs as for values, so it looks for the place in the tile that wins.
 
     Args:
-      maxima: of tiles.
-      tile_of: a tile of each row.
+      tiles: without NaN; what comes out of a row that has one is of no account.
+      tuning: static.
     """
-    best_tile = jnp.argmax(maxima, axis=1).astype(jnp.int32)
-    within = tile_of(best_tile)
-    return jnp.max(maxima, axis=1), best_tile * within.shape[1] + jnp.argmax(within, axis=1).astype(jnp.int32)
+    _, num_tiles, size = tiles.shape
+    if not tuning.branches:
+        maxima, within = _first_largest(tiles, jax.lax.broadcasted_iota(jnp.int32, tiles.shape, 2))
+        token_ids = within + jnp.arange(num_tiles, dtype=jnp.int32) * size
+        return _Best(*_first_largest(maxima, token_ids), maxima)
+    # The barrier keeps the compiler from making one maximum of these and of the one over them, by a second pass.
+    maxima = jax.lax.optimization_barrier(jnp.max(tiles, axis=2))
+    tile = jnp.argmax(maxima, axis=1).astype(jnp.int32)
+    within = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
+    token_ids = tile * size + jnp.argmax(within, axis=1).astype(jnp.int32)
+    return _Best(jnp.max(maxima, axis=1), token_ids, maxima)
+
+
+def _first_largest(
+    values: Float32[Array, "*B n"], token_ids: Int32[Array, "*B n"]
+) -> tuple[Float32[Array, "*B"], Int32[Array, "*B"]]:
+    """The largest value along the last axis, and the least token that has it; token 0 if none is more than -inf."""
+
+    def better(a, b):
+        wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(wins, a[0], b[0]), jnp.where(wins, a[1], b[1])
+
+    least = jnp.float32(-jnp.inf), jnp.int32(0)
+    return jax.lax.reduce((values, token_ids), least, better, (values.ndim - 1,))
 
 
 def _draw(
@@ -218,24 +249,49 @@ def _draw(
       filters: those that filter first, if there are any.
     """
     keys = _keys(rows)
-    logits = logits / _temperature(rows, draws)[:, None]
+    logits = _scaled(logits, rows, draws)
     if filters is not None:
         logits = where_needed(tuning, filters, lambda: filter_logits(logits, rows, filters, tuning), logits)
-    tiles = _tiles(logits)
-    _, num_tiles, size = tiles.shape
     if tuning.branches:
         with jax.threefry_partitionable(True):  # as `gumbel` makes them, whatever the program is set to
             bits = jax.vmap(lambda key: jax.random.bits(key, (logits.shape[1],), jnp.uint32))(_wrapped(keys))
-        noisy = _tiles(logits + gumbel_of(bits))
-        return _argmax(_maxima(noisy), lambda tile: _taken(noisy, tile))[1]
+        return _argmax(_tiles(logits + gumbel_of(bits)), tuning).token_ids
+    return _argmax(_tiles(logits + _noise(keys, draws, logits.shape[1])), tuning).token_ids
 
-    def noise(tile: Int32[Array, "#S n"]) -> Float32[Array, "S m"]:
-        """Of whole tiles. A GPU would store noise that two kernels need; it is made anew for the one tile that wins."""
-        ids = tile[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)
-        return gumbel(keys, ids.reshape(ids.shape[0], -1))
 
-    all_noise = noise(jnp.arange(num_tiles, dtype=jnp.int32)[None]).reshape(tiles.shape)
-    return _argmax(_maxima(tiles + all_noise), lambda tile: _taken(tiles, tile) + noise(tile[:, None]))[1]
+def _draw_or_take(
+    logits: Float32[Array, "S V"], rows: SamplingRows, draws: Bool[Array, " S"], tuning: SamplerTuning
+) -> tuple[Float32[Array, " S"], Int32[Array, " S"]]:
+    """`_argmax` of the scores that decide: with noise in rows that draw, the logits themselves in the others.
+
+    So a step whose rows do both goes through the logits once, and the largest score still tells whether the row is
+    broken.
+    """
+    scores = _scaled(logits, rows, draws) + _noise(_keys(rows), draws, logits.shape[1])
+    best = _argmax(_tiles(scores), tuning)
+    return best.value, best.token_ids
+
+
+def _scaled(logits: Float32[Array, "S V"], rows: SamplingRows, draws: Bool[Array, " S"]) -> Float32[Array, "S V"]:
+    """Logits divided by the temperature, in rows that draw; +inf for NaN.
+
+    Finite ones stay finite, whatever they are divided by: a token that overflows is still likelier than one that is
+    banned, at -inf, and a row of such tokens is not broken.
+    """
+    scaled = logits / _temperature(rows, draws)[:, None]
+    return jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -_LARGEST, _LARGEST), _without_nan(logits))
+
+
+def _noise(keys: UInt32[Array, "S 2"], draws: Bool[Array, " S"], vocab_size: int) -> Float32[Array, "S V"]:
+    """Gumbel noise in rows that draw, 0 in the others, where a GPU makes none.
+
+    It computes both sides of a select. What is taken out of an array that was padded it computes only where the place
+    is not padding, so rows that do not draw are taken from there.
+    """
+    num_rows = draws.shape[0]
+    noise = gumbel(keys, jnp.arange(vocab_size, dtype=jnp.uint32)[None])
+    row = jnp.where(draws, jnp.arange(num_rows, dtype=jnp.int32), num_rows)
+    return jnp.pad(noise, ((0, 1), (0, 0))).at[row].get(mode="promise_in_bounds")
 
 
 def _temperature(rows: SamplingRows, draws: Bool[Array, " S"]) -> Float32[Array, " S"]:

@@ -60,17 +60,23 @@ def decode_steps(
     Args:
       model, kv_pages, last_token, packed, implementation: as in `forward_pass`. All rows have one token.
       shape: its T equals its S.
-      tuning: of the sampler. It is the kind "draw", which does for rows that are greedy too: programs of this size are
-        dear to compile, and noise for a few rows is not.
+      tuning: of the sampler. It is the kind "draw", which does for rows that are greedy too, and makes no noise for
+        them: programs of this size are dear to compile.
     """
+    num_rows, page_size = shape.num_rows, kv_pages[0].spec.page_size
     inputs = unpack(packed, shape)
-    meta, rows, page_size = inputs.meta, inputs.sampling, kv_pages[0].spec.page_size
-    is_row = jnp.arange(shape.num_rows) < meta.num_seqs
+    tokens = _tokens(inputs, last_token)
+    # A copy, as the loop's graph would have to learn where the step's own array lies this time. It is taken apart in
+    # the loop, by the kernels that read it: what is made of it before would be a kernel a field.
+    copied = jnp.concatenate([tokens, packed[shape.num_tokens :]])
 
-    def step(index, carry):
-        tokens, advance, kv_pages, sampled = carry
+    def step(_, carry):
+        tokens, advance, nth, kv_pages, sampled = carry
+        inputs = unpack(copied, shape)
+        meta, rows = inputs.meta, inputs.sampling
         positions = meta.positions + advance
         page = jnp.take_along_axis(meta.page_table, (positions // page_size)[:, None], axis=1)[:, 0]
+        is_row = jnp.arange(num_rows) < meta.num_seqs
         meta_now = dataclasses.replace(
             meta,
             positions=positions,
@@ -80,21 +86,32 @@ def decode_steps(
         hidden, kv_pages = model(tokens, kv_pages, meta_now, implementation=implementation)
         with jax.named_scope("logits"):
             logits = model.logits(hidden)
-        _check_logits(logits, shape.num_rows, model.vocab_size)
+        _check_logits(logits, num_rows, model.vocab_size)
         with jax.named_scope("sample"):
             rows_now = dataclasses.replace(rows, position=rows.position + advance)
             token_ids = choose_tokens(logits, rows_now, "draw", tuning)
-        stops = (token_ids < 0) | (token_ids[:, None] == inputs.stop_ids).any(axis=1)
-        goes_on = (advance == index) & (index + 1 < inputs.row_steps) & ~stops
+        stops = token_ids < 0
+        for ids in inputs.stop_ids.T:
+            stops |= token_ids == ids
+        # A row that has stopped might sample another token now: where its attention is cut, and so how it rounds,
+        # depends on the others' lengths. But it is behind by then.
+        goes_on = (advance + 1 == nth) & (nth < inputs.row_steps) & ~stops
         tokens = jnp.where(goes_on, token_ids, tokens)
         advance = advance + goes_on.astype(jnp.int32)
-        return tokens, advance, kv_pages, sampled.at[index].set(token_ids)
+        sampled = [jnp.where(nth == n, token_ids, others) for n, others in enumerate(sampled, start=1)]
+        return tokens, advance, nth + 1, kv_pages, sampled
 
-    nothing = jnp.zeros((shape.num_steps, shape.num_rows), jnp.int32)
-    carry = (_tokens(inputs, last_token), jnp.zeros(shape.num_rows, jnp.int32), kv_pages, nothing)
-    _, advance, kv_pages, sampled = jax.lax.fori_loop(0, shape.num_steps, step, carry)
+    # All that is carried but the pages is of one shape, so that one kernel makes it; with the loop's own counter, or an
+    # array of all steps to write to, it would be several. `nothing` is never read, but its arrays differ: equal ones
+    # would be one buffer, which the loop would have to copy before it writes to each.
+    # `nth`, the number of the step, is one ahead of `advance` for the same reason.
+    zeros, nothing = jnp.zeros(num_rows, jnp.int32), [tokens - n for n in range(1, 1 + shape.num_steps)]
+    carry = (tokens, zeros, zeros + 1, kv_pages, nothing)
+    _, advance, _, kv_pages, sampled = jax.lax.fori_loop(0, shape.num_steps, step, carry)
+    sampled = jnp.stack(sampled)
     last = jnp.take_along_axis(sampled, advance[None], axis=0)[0]
     # Another array than that of the loop, whose graph would have to learn where it lies this time.
+    rows = inputs.sampling
     sampled = jnp.where(rows.samples, sampled, 0)
     return sampled, remember(last_token, rows.state_index, rows.samples, last), kv_pages
 

@@ -31,6 +31,7 @@ from .convert_gpu import page_transforms
 from .narrow_gpu import WEIGHT_TRANSFORMS, narrow_kind
 from .prefix_join_gpu import joining_kind
 from .quantized_gpu import quantized_kind
+from .read_once_gpu import copy_once
 from .shared_prefix_gpu import NOTES, shared_kind
 from .tuning import fit_stages, scale_box
 from .wide_gpu import wide_kind
@@ -52,6 +53,8 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
     blocks, page_size, box = call.blocks, call.page_size, call.box
     bkv, stages = blocks.block_kv, blocks.stages
     boxes = range(bkv // box)
+    # Where rows have several query tokens, their tiles read a page one after the other.
+    copy = copy_once if refs.q.shape[0] <= page_table.shape[0] else plgpu.copy_gmem_to_smem
 
     def load(consumer):
         worker = consumer * blocks.num_blocks + lax.axis_index("block")
@@ -84,12 +87,12 @@ def _produce(call: Call, refs: Refs, tiles: Tiles) -> None:
                     if call.quantized:
                         first = 2 * page_size * head + (0 if box == page_size else first_slot)
                         for skip, to, count in copies_of_scales(box, page_size):
-                            plgpu.copy_gmem_to_smem(
+                            copy(
                                 refs.scales.at[ids[n], pl.ds(first + skip, count)],
                                 tiles.own[-1].at[consumer, stage, n, pl.ds(to, count)],
                                 tiles.full.at[ring],
                             )
-                    plgpu.copy_gmem_to_smem(
+                    copy(
                         pages.at[ids[n], slice(None) if box == page_size else pl.ds(first_slot, box), head],
                         tiles.kv.at[consumer, stage, pl.ds(n * box, box)],
                         tiles.full.at[ring],

@@ -42,7 +42,7 @@ from .prefix_plan_gpu import (
     unread_blocks,
 )
 from .tuning import NARROW_ROWS, TILE_ROWS, GPUBlocks
-from .work_line_gpu import At, Run, Shares, Tile, begin_shares, cut_share, cut_units, list_tiles
+from .work_line_gpu import At, Line, Run, Shares, Tile, align_units, begin_shares, cut_share, cut_units, list_tiles
 from .xla_plan import XLAWork
 
 # Fields of a record, which is one piece of a unit.
@@ -280,9 +280,12 @@ def make_work_list(
         groups = share_prefixes(prefixes, in_groups, members, pays)
         shared_total = jnp.where(pays, shared_total, 0) * num_kv_heads
         shared_share = cut_share(shared_total, jnp.where(pays, longest_prefix, 0), num_workers, MIN_SHARED)
-    starts, total = ends - blocks, total * num_kv_heads
+    total *= num_kv_heads
     busy = num_blocks * jnp.clip(ceil_div(total, num_blocks * full_share), 1, consumers)
-    share = cut_share(total, longest, busy, 1)  # by tile, as all that follows, and the same for each
+    line = Line(blocks, ends, cut_share(total, longest, busy, 1))  # by tile, as all that follows
+    if num_rows * num_kv_heads <= num_workers:  # else workers are hardly ever as many as units
+        line = align_units(line, total, busy, num_kv_heads)
+    starts, share = line.ends - line.blocks, line.share
 
     # Where on the lines workers begin, and of which groups shared tiles and their members are: how many end before.
     places = arange(max(num_workers + 1, length))[:, None]
@@ -290,7 +293,7 @@ def make_work_list(
     def ended(at: Array) -> Array:
         return (at[None, :] <= places).astype(jnp.int32)
 
-    sums = [ended(ceil_div(ends * num_kv_heads, share))]
+    sums = [ended(ceil_div(line.ends * num_kv_heads, share))]
     if prefixes is not None:
         end = (groups.start + groups.tiles * groups.blocks) * num_kv_heads
         sums += [ended(ceil_div(end, shared_share)), ended(groups.first_tile + groups.tiles)]
@@ -303,16 +306,16 @@ def make_work_list(
         joining = _Joining(prefixes, groups, shared_share, members, group, parts)
 
     def own_unit(at: At, tile: Array, head: Array) -> _Unit:
-        own, of_unit, own_share = tiles.at(at, tile), at(blocks), at(share)
+        own, of_unit, own_share = tiles.at(at, tile), at(line.blocks), at(share)
         start = at(starts) * num_kv_heads + head * of_unit
         first_cut, pieces = cut_units(start, of_unit, own_share, num_workers)
         fields = {PIECES: pieces, FIRST_RESULT: (2 * first_cut - 1) * parts.tile_rows, KV_START: own.start}
         if joining is not None:
             fields = joining.fields(own, head, fields, block_kv)
-        return _Unit(own, head, start, of_unit, own_share, first_cut, pieces, fields)
+        return _Unit(own, head, start, of_unit, at(blocks), own_share, first_cut, pieces, fields)
 
     beyond, tile = begins[: num_workers + 1] == length, jnp.minimum(begins[: num_workers + 1], capacity - 1)
-    run = Run(take(starts, tile) * num_kv_heads, take(blocks, tile), tile, take(share, tile))
+    run = Run(take(starts, tile) * num_kv_heads, take(line.blocks, tile), tile, take(share, tile))
     shares = begin_shares(run, beyond, tiles.num * num_kv_heads, num_kv_heads, one_tile=True)
     listed = _records(meta, shares, own_unit, capacity, num_kv_heads, block_kv, num_workers)
     if joining is None or prefixes is None:
@@ -334,7 +337,7 @@ def make_work_list(
         shared = Tile(leader, first_member + first, count, of.blocks * block_kv - 1, jnp.zeros_like(leader))
         result = joining.results(head, first_cut, pieces, first, 0)
         fields = {PIECES: pieces, FIRST_RESULT: result, KV_START: shared.start}
-        return _Unit(shared, head, start, of.blocks, of_share, first_cut, pieces, fields)
+        return _Unit(shared, head, start, of.blocks, of.blocks, of_share, first_cut, pieces, fields)
 
     beyond, leader = in_groups[0][: num_workers + 1] == length, of_cut[: num_workers + 1]
     of = groups.of(leader)
@@ -357,6 +360,8 @@ class _Unit:
     """What records say of units: blocks of the line before them, their own, and fields of a kind of units.
 
     Attributes:
+      blocks: of the line; the last ones of them may be empty.
+      seen: those that are not.
       share: blocks of a worker.
       first_cut, pieces: as `cut_units` says.
     """
@@ -365,6 +370,7 @@ class _Unit:
     head: Array
     start: Array
     blocks: Array
+    seen: Array
     share: Array
     first_cut: Array
     pieces: Array
@@ -439,13 +445,15 @@ def _records(
 
     unit = unit_at(lambda x: x[:capacity, None], arange(capacity)[:, None], arange(num_kv_heads)[None, :])
     # A unit's first piece ends where the first worker begins behind its first block.
-    blocks = jnp.where(unit.pieces > 1, unit.first_cut * unit.share - unit.start, unit.blocks)
+    blocks = jnp.where(unit.pieces > 1, unit.first_cut * unit.share - unit.start, unit.seen)
     of_units = _stack(fields_of(unit, 0, blocks), (capacity, num_kv_heads)).reshape(-1, RECORD)
     of_units = lax.optimization_barrier(of_units)  # kept from being made once more for the workers
     first = jnp.minimum(shares.tile * num_kv_heads + shares.head, of_units.shape[0] - 1)
     own = {
         KV_START: shares.begin * block_kv,
-        NUM_BLOCKS: shares.blocks,
+        NUM_BLOCKS: jnp.minimum(
+            shares.blocks, take(unit.seen[:, 0], jnp.minimum(shares.tile, capacity - 1)) - shares.begin
+        ),
         COUNT: shares.count,
         FOLLOWING: first_unit + first + 1,
     }

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import layer_rows_gpu as rows
 from .columns_gpu import RegisterColumns, columns_of
 from .layer_plan_gpu import WIDTH, LayerPlan, Product
+from .read_once_gpu import copy_once
 
 _TRANSFORMS = plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128)
 
@@ -59,7 +60,7 @@ def _load(share: _Share, weights, ring, full, freed, stages: int, step):
             plgpu.barrier_wait(freed.at[stage])
 
         where = weights.at[pl.ds(row * WIDTH, WIDTH), pl.ds(tile * WIDTH, WIDTH)]
-        plgpu.copy_gmem_to_smem(where, ring.at[stage], full.at[stage])
+        copy_once(where, ring.at[stage], full.at[stage])
         return step + 1
 
     return lax.fori_loop(0, share.turns * share.count, box, step)

@@ -4,7 +4,7 @@ The bits are those of `jax.random.bits` of a whole vocabulary, but any of them c
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Integer, UInt32
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -50,7 +50,7 @@ def uniform(bits: Array) -> Array:
     return jnp.minimum(((bits >> jnp.uint32(1)).astype(jnp.int32).astype(jnp.float32) + 0.5) * SMALLEST, LARGEST)
 
 
-def gumbel(keys: UInt32[Array, "S 2"], token_ids: Int32[Array, "#S N"]) -> Float32[Array, "S N"]:
+def gumbel(keys: UInt32[Array, "S 2"], token_ids: Integer[Array, "#S N"]) -> Float32[Array, "S N"]:
     """Standard Gumbel noise for each token, of a key a row.
 
     The uniform number keeps 31 bits, and log1p is exact where it is small, that is where the noise is large: with the

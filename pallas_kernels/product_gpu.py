@@ -1,4 +1,4 @@
-"""Matrix products for Hopper in Pallas Mosaic GPU: rows times a kernel that is read once, at the memory's pace.
+"""Matrix products for Hopper in Pallas Mosaic GPU: few rows times a kernel that is read from memory once.
 
     x [T, K]  @  kernel [K, F]   ->   the product [T, F], f32 parts of it [P, T, F], or silu(gate) * up [T, F / 2]
 
@@ -9,6 +9,10 @@ next unit while this one is stored, and each computing warpgroup has 64 of the r
     loading warp   [ wait for a free stage | kernel tile, rows' tile ]*
     consumer       [ wait for a full stage | acc [64, columns] += x [64, 64] kernel [64, columns] | free the last one ]*
                    -> registers to global memory
+
+With `cut` a block has an equal share of all steps instead, which may begin and end within a tile. A tile that two
+blocks have a piece of is finished by whoever comes second, each warpgroup by itself: it adds the sums that the first
+has left in global memory.
 
 The kernel stays as it is stored, [in, out]; the matrix instruction takes it that way round. Of gate and up a tile has
 half of its columns each, brought side by side by one copy, so what joins them is done on registers.
@@ -22,22 +26,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, memref, scf, vector
 
 from . import combine_gpu as ends
 from . import prefill_barriers_gpu as sync
 from .consumer_gpu import LOG2E
-from .product_plan_gpu import DEPTH, TILE_ROWS, ProductBlocks, Result
+from .product_plan_gpu import DEPTH, TILE_ROWS, ProductBlocks, Result, Walk
 from .product_tiles_gpu import TRANSFORMS, load_tiles
 
 _WARPS = 4  # of a warpgroup
-_REGISTERS = {1: (240, 40), 2: (240, 24)}  # of a consumer's and of a loading thread, by consumers of a block
+# Of a consumer's and of a loading thread, by consumers of a block.
+_REGISTERS = {1: (240, 40), 2: (240, 24), 3: (152, 56)}
+_THREADS = 128  # of a warpgroup
+_LOADS = 16  # of 16 bytes of a piece, in flight together: beside the sums there are no registers for all
+_COMPLETE = 3  # of a tile's counter: two pieces came, and the sums of one are there
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
@@ -87,6 +96,100 @@ def _store(out_ref, row, column, part, acc, *, result: Result) -> None:
     put(out_ref, row, column, part, acc)
 
 
+def _either(condition: ir.Value, then, otherwise, types: list[ir.Type]) -> list[ir.Value]:
+    """The values of one of two functions."""
+    op = scf.IfOp(condition, types, has_else=True)
+    for block, values in ((op.then_block, then), (op.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            scf.yield_(values())
+    return list(op.results)
+
+
+def _elements(*vectors: ir.Value) -> list[ir.Value]:
+    size = lambda x: ir.VectorType(x.type).shape[0]  # noqa: E731
+    return [vector.extract(x, dynamic_position=[], static_position=[i]) for x in vectors for i in range(size(x))]
+
+
+def _await_sums(counters: ir.Value, place: ir.Value) -> None:
+    """In a thread: waits until who came first has stored its sums, which it does already."""
+    utils.inline_ptx(
+        "{ .reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.b32 now, [$0]; "
+        f"setp.ne.s32 p, now, {_COMPLETE}; @p bra again; }}",
+        ends.address(counters, [place])[0],
+        has_side_effects=True,
+    )
+
+
+def _meet(pieces_ref, counters_ref, flag_ref, place, whole, acc):
+    """Brings the two pieces of a tile together; who comes first leaves its sums, who comes second adds them to its own.
+
+    Both orders give the same bits, and the counter is 0 again afterwards.
+
+    Args:
+      pieces_ref: f32[places, columns / 8, threads, 4], what comes first.
+      counters_ref: i32[places]: how many came, and one more when the sums of the first are there.
+      flag_ref: an int of shared memory.
+      place: where the pieces meet.
+      whole: 1 if there is no other piece; then nothing is done.
+
+    Returns:
+      the sums, and whether they are those of a whole tile: 0 if the other piece's warpgroup has them, else 1.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_REF, _REF, _REF, _SCALAR, _SCALAR, _WGMMA),
+        return_type=(
+            plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=_WGMMA),
+            plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
+        ),
+    )
+    def meet(_, pieces, counters, flag, place, whole, acc):
+        place, whole, own = ends.scalar_of(place), ends.scalar_of(whole), ends.halves(acc)
+        leader, zero = ends.equal(ends.thread_index(), ends.i32(0)), utils.c(0, ir.IndexType.get())
+        types = [*(x.type for x in own.flat), whole.type]
+        four = ir.VectorType.get((4,), ir.F32Type.get())
+        where = lambda n: [place, ends.i32(n), ends.thread_index(), ends.i32(0)]  # noqa: E731
+
+        def leave() -> list[ir.Value]:
+            for n, pairs in enumerate(own):
+                ends.store_global(vector.from_elements(four, _elements(*pairs)), pieces, where(n), 4)
+            utils.warpgroup_barrier()  # puts all threads' stores before the leader's fence
+            with utils.when(leader):
+                ends.count_one(counters, place)
+            return [*own.flat, ends.i32(0)]
+
+        def add(before: ir.Value) -> list[ir.Value]:
+            with utils.when(leader):
+                with utils.when(ends.equal(before, ends.i32(1))):
+                    _await_sums(counters, place)
+                ends.store_global(ends.i32(0), counters, [place])
+            utils.warpgroup_barrier()  # what the leader has acquired, all have
+            sums = []
+            for first in range(0, len(own), _LOADS):
+                some = own[first : first + _LOADS]
+                loaded = [ends.load_global(pieces, where(first + n), 4) for n in range(len(some))]
+                for pairs, other in zip(some, map(_elements, loaded), strict=True):
+                    others = (vector.from_elements(pairs[0].type, half) for half in (other[:2], other[2:]))
+                    sums += [arith.addf(mine, half) for mine, half in zip(pairs, others, strict=True)]
+            return [*sums, ends.i32(1)]
+
+        def arrive() -> list[ir.Value]:
+            with utils.when(leader):
+                memref.store(ends.count_one(counters, place, acquire=True), flag, [zero])
+            utils.warpgroup_barrier()
+            before = memref.load(flag, [zero])
+            return _either(ends.equal(before, ends.i32(0)), leave, lambda: add(before), types)
+
+        *sums, done = _either(ends.equal(whole, ends.i32(1)), lambda: [*own.flat, whole], arrive, types)
+        registers = np.array(sums, dtype=object).reshape(acc.registers.shape)
+        return (
+            mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None),
+            mgpu.FragmentedArray.splat(done, (), is_signed=True),
+        )
+
+    return meet(pieces_ref, counters_ref, flag_ref, place, whole, acc)
+
+
 @functools.partial(jax.jit, static_argnames=("result", "blocks"))
 def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
     """The kernel call on x [T, K] and kernel [K, F]; jitted, so that equal layers are lowered once.
@@ -102,23 +205,23 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
         out_columns, tile_columns = out_columns // 2, tile_columns // 2
         # The two halves of the columns as an axis of their own, and tiles of 8 x 64.
         kernel = kernel.reshape(depth // 8, 8, 2, out_columns // DEPTH, DEPTH)
-    consumers, stages, parts = blocks.consumers, blocks.stages, blocks.parts
+    consumers, stages = blocks.consumers, blocks.stages
     tile_rows = TILE_ROWS * consumers
-    row_tiles, column_tiles, depths = -(-rows // tile_rows), -(-out_columns // tile_columns), depth // DEPTH
-    units, box_rows = row_tiles * column_tiles * parts, min(rows, tile_rows)
-    num_blocks = min(blocks.num_blocks, units)
+    walk = Walk.of(blocks, -(-rows // tile_rows), -(-out_columns // tile_columns), depth // DEPTH)
+    box_rows = min(rows, tile_rows)
 
     def unit_of(nth):
         """First row and column, part, and the range of K tiles of a block's nth unit."""
-        unit = lax.axis_index("block") + nth * num_blocks
-        rest, row_tile = lax.div(unit, row_tiles), lax.rem(unit, row_tiles)
-        column_tile, part = lax.div(rest, parts), lax.rem(rest, parts)
-        first, end = lax.div(part * depths, parts), lax.div((part + 1) * depths, parts)
-        return row_tile * tile_rows, column_tile * tile_columns, part, first, end
+        row_tile, column_tile, *others = walk.unit(lax.axis_index("block"), nth)
+        return row_tile * tile_rows, column_tile * tile_columns, *others
 
-    def body(x_ref, kernel_ref, out_ref, x_smem, kernel_smem, full, freed):
-        wg = lax.axis_index("wg")
-        count = lax.div(units - 1 - lax.axis_index("block"), num_blocks) + 1
+    def body(x_ref, kernel_ref, *refs):
+        refs = list(refs)
+        counters_ref = refs.pop(0) if blocks.cut else None
+        out_ref, pieces_ref = refs.pop(0), refs.pop(0) if blocks.cut else None
+        x_smem, kernel_smem, full, freed, *flags = refs
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        count = walk.count(block)
         sync.initialise([(full, stages, 1), (freed, stages, _WARPS * consumers)])
 
         def load(nth, step):
@@ -159,7 +262,14 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
                 return acc[...]
 
             acc = pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, blocks.columns), jnp.float32))
-            _store(out_ref, row + wg * TILE_ROWS, column, part, acc, result=result)
+            store = functools.partial(_store, out_ref, row + wg * TILE_ROWS, column, part, result=result)
+            if blocks.cut:
+                place = walk.meeting(block, first) * consumers + wg
+                whole = (end - first == walk.depths).astype(jnp.int32)
+                acc, done = _meet(pieces_ref, counters_ref, flags[0].at[pl.ds(wg, 1)], place, whole, acc)
+                pl.when(done == 1)(lambda: store(acc))
+            else:
+                store(acc)
             return step + (end - first)
 
         registers, loading_registers = _REGISTERS[consumers]
@@ -180,17 +290,28 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
 
             plgpu.warp_map(warp)
 
-    shape = (parts, rows, out_columns) if result == "parts" else (rows, out_columns)
-    return plgpu.kernel(
+    shape = (blocks.parts, rows, out_columns) if result == "parts" else (rows, out_columns)
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.float32 if result == "parts" else x.dtype)]
+    operands, flags = [x, kernel], []
+    if blocks.cut:
+        places = walk.num_blocks * consumers
+        # Each call leaves zeros, so calls may share them, and XLA makes them once for all that are in one program or in
+        # one round of a loop. But no two calls may run at the same time. Layers do not: each reads what the one before
+        # it gave. Calls that do not, XLA puts one after the other unless it is told to let a graph's kernels overlap.
+        operands.append(jnp.zeros(places, jnp.int32))
+        out_type.append(jax.ShapeDtypeStruct((places, blocks.columns // 8, _THREADS, 4), jnp.float32))
+        flags.append(plgpu.SMEM((consumers,), jnp.int32))
+    product, *_ = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32 if result == "parts" else x.dtype),
+        out_type=out_type,
         scratch_types=[
             plgpu.SMEM((stages, tile_rows, DEPTH), x.dtype, transforms=TRANSFORMS),
             plgpu.SMEM((stages, DEPTH, blocks.columns), kernel.dtype, transforms=TRANSFORMS),
             sync.barriers(stages),
             sync.barriers(stages),
+            *flags,
         ],
-        grid=(num_blocks,),
+        grid=(walk.num_blocks,),
         grid_names=("block",),
         num_threads=consumers + 1,
         thread_name="wg",
@@ -201,4 +322,5 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
             reduction_scratch_bytes=0,
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
-    )(x, kernel)
+    )(*operands)
+    return product

@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, gpu
 
 from . import combine_gpu as ends
 from .product_plan_gpu import DEPTH
+from .read_once_gpu import leave_first
 
 _SWIZZLE = 128
 TRANSFORMS: Final = plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(_SWIZZLE)
@@ -24,6 +25,8 @@ _REF = plgpu.RefType()
 
 def load_tiles(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column, *, cluster: int = 1) -> None:
     """In a warp: asks for the tiles of the k-th 64 of K; a kernel of five axes is of gate and up.
+
+    Who else asks for a tile of the kernel does so at the same time, or when L2 has long lost it: those leave L2 first.
 
     Args:
       kernel_ref, x_ref: in global memory: [K, F], or gate and up as [K / 8, 8, 2, F / 64, 64]; [T, K].
@@ -81,5 +84,7 @@ def load_tiles(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, colu
                     collective=collective,
                     predicate=None,
                 )
+                if ref is kernel:
+                    leave_first()
 
     load(kernel_ref, x_ref, kernel_smem, x_smem, full, stage, k, row, column)

@@ -2,9 +2,9 @@
 
 A step's products have few rows, so a matrix of 4096 columns makes 32 tiles of 128, for 132 multiprocessors. XLA on GPUs
 cuts the contraction of such a product and adds a kernel that sums the parts, unless it can fuse the sum into what reads
-them, and it cannot into a kernel of ours. So the parts go to that kernel as they are. On Hopper products of 8 to 128
-rows have a kernel of their own (`product_gpu`), and gate and up of many rows another (`gated_gpu`); others are XLA's,
-with the cut said in the program.
+them, and it cannot into a kernel of ours. So the parts go to that kernel as they are. On Hopper products of few rows
+have a kernel of their own (`product_gpu`), and gate and up of many rows another (`gated_gpu`); `product_plan_gpu` says
+which, and others are XLA's, with the cut said in the program.
 """
 
 import math

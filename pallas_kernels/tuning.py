@@ -15,10 +15,10 @@ _SHARED_MEMORY = 227 * 1024  # bytes a block of threads may have on Hopper
 _BARRIERS_AND_SLACK = 1280
 _MAX_STAGES = 8  # two groups of 8 barriers a consumer
 _BLOCK_KV = 64
-_FULL_SHARE = {
-    2: 8,
-    1: 4,
-}  # by bytes of a value: fewer pieces are joined sooner, but a share of 8-bit blocks takes longer
+# Fewer pieces are joined sooner, but one consumer alone must keep up with the memory: with wide blocks of 16 bits it
+# does, 8-bit blocks come twice as fast and take as long.
+_FULL_SHARE, _FULL_SHARE_WIDE, _FULL_SHARE_8_BIT = 8, 20, 4
+_WIDE = 128  # head_dim
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,8 @@ def rule_gpu_blocks(
       (3, 1)
       >>> [rule_gpu_blocks(128, 132, itemsize=1, units=8 * rows).consumers for rows in (8, 128)]
       [2, 4]
+      >>> [rule_gpu_blocks(*shape).full_share for shape in ((64, 132), (128, 132), (128, 132, 1))]
+      [8, 20, 4]
     """
     few_rows = narrow and itemsize == 1 and head_dim % 64 == 0
     many = few_rows and head_dim <= 128 and units >= 3 * multiprocessors
@@ -163,6 +165,6 @@ def rule_gpu_blocks(
         stages=stages,
         consumers=consumers,
         num_blocks=multiprocessors,
-        full_share=_FULL_SHARE[itemsize],
+        full_share=_FULL_SHARE_8_BIT if itemsize == 1 else _FULL_SHARE_WIDE if head_dim >= _WIDE else _FULL_SHARE,
         swizzle=128 if head_dim % 64 == 0 else 64,
     )

@@ -6,8 +6,10 @@ Worker w begins at block w * share.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from .indices_gpu import arange, ceil_div, div, reduce_rows
@@ -100,12 +102,55 @@ def round_share(share: Array, longest: Array) -> Array:
     multiple = ceil_div(share, longest) * longest
     part = ceil_div(longest, jnp.maximum(div(longest, share), 1))
     rounded = jnp.where(share >= longest, multiple, part)
-    return jnp.where(rounded <= share + div(share, 6) + 1, rounded, share)
+    return jnp.where(rounded <= _nearly(share), rounded, share)
+
+
+def _nearly(share: Array) -> Array:
+    """The longest share that is as good as this one, if it saves pieces: 9 instead of 7 was, at head_dim 64."""
+    return share + div(share, 6) + 1
 
 
 def cut_share(num_blocks: Array, longest: Array, busy: Array | int, least: int) -> Array:
     """Blocks of a worker: `least` or more, for `busy` workers or fewer."""
     return round_share(jnp.maximum(ceil_div(num_blocks, busy), least), jnp.maximum(longest, 1))
+
+
+class Line(NamedTuple):
+    """The line's units, by tile: the blocks that each of its units takes, where those end, and those of a worker.
+
+    Attributes:
+      share: the same for all.
+    """
+
+    blocks: Array
+    ends: Array
+    share: Array
+
+
+_CANDIDATES = 4  # shares that are tried
+
+
+def align_units(line: Line, total: Array, busy: Array, num_kv_heads: int) -> Line:
+    """The line with empty blocks behind each unit, if so each has workers of its own and shares are little longer.
+
+    A worker that goes on with a second unit begins and ends twice, and its neighbours wait for it to join their pieces:
+    8 rows of 1,040 tokens took 16.7 us cut evenly and 14.5 like this (H200, 32 query heads over 8). The least share is
+    taken that needs no more than `busy` workers.
+
+    Args:
+      total: blocks of all units.
+    """
+    least = jnp.maximum(ceil_div(total, busy), 1)
+    shares = [least + k for k in range(_CANDIDATES)]
+    here, there = arange(len(least))[:, None], arange(len(least))[None, :]
+    workers = [ceil_div(line.blocks[None, :], share[:, None]) for share in shares]
+    found = reduce_rows([jnp.where(there <= here, x, 0) for x in workers] + workers)
+    blocks = line.blocks
+    for share, before, needed in reversed(list(zip(shares, found[:_CANDIDATES], found[_CANDIDATES:], strict=True))):
+        fits = (needed * num_kv_heads <= busy) & (share <= _nearly(least))
+        aligned = Line(ceil_div(blocks, share) * share, before * share, share)
+        line = Line(*(jnp.where(fits, x, y) for x, y in zip(aligned, line, strict=True)))
+    return Line(*lax.optimization_barrier(tuple(line)))  # kept from being made anew for each record
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from scripts.report import environment, print_table
 MIN_GAIN, MAX_LOSS = 1.02, 0.99
 CALLS = 8
 PAGE_SIZE = 16
-SHARES = (1, 4, 8, 16)
+SHARES = (1, 4, 8, 16, 32)
 UNIT_EDGES = (0, 16, 64, 256, 1024, 1 << 30)
 DECODE_STEPS = {1: (1024, 8192), 8: (1024, 8192), 32: (1024, 4096), 128: (1024, 2048)}  # contexts by rows
 PREFILL_CELLS = ((8, 1024, 1024), (4, 1024, 8192), (16, 512, 2048))  # rows, new tokens and all tokens of each

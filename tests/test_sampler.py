@@ -13,7 +13,7 @@ from jpaged import sampler
 from jpaged.pallas_kernels.compat import jax_version
 from jpaged.pallas_kernels.filtered_draw import TILE, Drawn
 from jpaged.request import SamplingParams
-from jpaged.sampler import _argmax, _maxima, _taken, _tiles, choose_tokens, sample
+from jpaged.sampler import choose_tokens, sample
 from jpaged.sampler_state import entry_for, load_entry, make_sampler_state, remember
 from jpaged.sampler_tuning import TUNINGS
 from jpaged.sampling_rows import SAMPLING_KINDS, SamplingRow, sampling_fields, sampling_kind, unpack_sampling_rows
@@ -75,20 +75,6 @@ class TestGreedy:
         logits[4] = -1e30
         rows = [row(SamplingParams(**fields), seed=i) for i in range(S)]
         np.testing.assert_array_equal(sample_rows(logits, rows), logits.argmax(axis=1))
-
-    @pytest.mark.parametrize("vocab_size", [1, 3, 256, 97 * 64])
-    def test_any_vocabulary_size(self, vocab_size):
-        logits = np.round(random_logits(6, num_rows=3, vocab_size=vocab_size))
-
-        def argmax(logits):
-            tiles = _tiles(logits)
-            return _argmax(_maxima(tiles), lambda tile: _taken(tiles, tile))
-
-        best, token_ids = jax.jit(argmax)(logits)
-        np.testing.assert_array_equal(token_ids, logits.argmax(axis=1))
-        np.testing.assert_array_equal(best, logits.max(axis=1))
-        logits[1, -1] = np.nan
-        assert np.isfinite(jax.jit(argmax)(logits)[0]).tolist() == [True, False, True]
 
     def test_ignores_seed_and_position_beside_rows_that_draw(self):
         logits = np.repeat(random_logits(7, num_rows=1), S, axis=0)

@@ -44,7 +44,10 @@ _PREFILL_16_BIT: Final = ("everything", "head_dim_64", "head_dim_96", "head_dim_
 _PREFILL: Final = (*_PREFILL_16_BIT, *_PREFILL_8_BIT)
 _SHARED: Final = ("one_group", "head_dim_64", "head_dim_256", "mixed_with_prefill")
 _LAYERS: Final = (("smollm2-135m", 1), ("smollm2-135m", 16), ("llama-3.1-8b", 1))
-_PRODUCTS: Final = (*(("llama-3.1-8b", rows) for rows in (8, 64, 128, 2048)), ("smollm2-135m", 32))
+_PRODUCTS: Final = (
+    *(("llama-3.1-8b", rows) for rows in (8, 64, 128, 192, 256, 2048)),
+    *(("smollm2-135m", rows) for rows in (32, 256)),
+)
 _GPU: Final = "mosaic_gpu"
 _PAGES: Final = (
     PageSpec(9, 16, 3, 64, "bfloat16", _GPU),

@@ -143,6 +143,7 @@ def run_decode(bench: Bench, results: Results, cells: Cells, profiled: Cells, la
         results.add({"decode": {"steps": bench.steps, "cells": done}})
         results.say(
             f"decode {cell['rows']} x {cell['context']}: {cell['ms']} ms {cell['ms_of_each']}, "
+            f"over {_timed(cell['timed_steps'], bench.steps)}, "
             f"{cell['roofline_fraction']:.1%} of the roofline ({cell['roofline_ms']} ms){_beside(cell)}"
         )
         rows, context = cell["rows"], cell["context"]
@@ -186,6 +187,11 @@ def run_together(bench: Bench, results: Results, args: argparse.Namespace) -> No
     results.table("A step with run-ahead off", ["phase", "ms"], phases)
     outside = found["outside_xla_fraction"], found["outside_xla_or_dispatching_fraction"]
     results.say(f"outside XLA: {outside[0]:.1%} of the wall time, {outside[1]:.1%} with dispatching")
+
+
+def _timed(steps: float, asked: int) -> str:
+    """What a decode cell is the mean of: a whole run has one step more than was asked, for the first token."""
+    return f"{steps} of {asked} steps" if steps <= asked else "a whole run with admission and ends"
 
 
 def _beside(found: Mapping[str, Any]) -> str:

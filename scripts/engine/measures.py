@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from jpaged.engine import Engine
+from jpaged.stats import EngineStats
 from scripts.engine.peers import Yardstick
 from scripts.engine.roofline import ModelCost, Roofs
 from scripts.engine.serve import Request, Run, request, serve
@@ -63,12 +64,69 @@ def decode_prompts(cells: Sequence[tuple[int, int]], vocab_size: int) -> dict[in
     }
 
 
+@dataclass(frozen=True)
+class Look:
+    """An engine right after a call of `step`.
+
+    Attributes:
+      at_s: by the host's clock.
+      stats: counters then.
+    """
+
+    at_s: float
+    stats: EngineStats
+
+
+def decode_window(run: Run, looks: Sequence[Look], rows: int) -> Run:
+    """The part of a run in which all rows decode: from when every row has a token until a row is about to end.
+
+    Both ends are looks after a step whose results were just read, as new tokens tell. What the engine dispatched ahead
+    of them is on its way at both, and cancels. Time and tokens are those between the two:
+
+    - The first is the first look that found as many new tokens as there are rows. A step gives a row one token, and
+      several steps are one program only where every row decodes; so every row has a token by then. That many tokens in
+      all would not say so: rows that were admitted sooner have more than one. Rows that guess may get several, but
+      guess only where no row has a prompt: none may wait then.
+    - The last is the last look at which no request had ended, nor lost its pages. A row that was admitted sooner ends
+      sooner, so later steps have fewer rows; and an end has a price: outputs are made, and pages given back. Where a
+      row is preempted, later steps have fewer rows too, and prompts.
+
+    Where a row ends with the next results after the first look, as in a scaled run, nothing is between: it is then the
+    time to the last look of all, with smaller steps and all ends in it. Where there is no such first look, because
+    there is no room for all rows at once or a row ends before the last one has a token, it is the whole run.
+
+    Args:
+      run: of `rows` requests that begin together, each of at least two tokens.
+      looks: one after each step.
+      rows: requests.
+    """
+    begin: Look | None = None
+    end: Look | None = None
+    tokens = run.before.num_generated_tokens
+    for look in looks:
+        gained, tokens = look.stats.num_generated_tokens - tokens, look.stats.num_generated_tokens
+        if any(getattr(look.stats, name) > getattr(run.before, name) for name in ("num_finished", "num_preemptions")):
+            break
+        if gained:
+            end = look
+        if begin is None and gained >= rows and not look.stats.num_waiting:
+            begin = look
+    if begin is None or end is None:
+        return run
+    if end is begin:
+        end = looks[-1]
+    before, after = begin.stats, end.stats
+    return Run(end.at_s - begin.at_s, after.num_generated_tokens - before.num_generated_tokens, before, after)
+
+
 def measure_decode(
     bench: Bench, cells: Sequence[tuple[int, int]], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[dict[str, Any]]:
-    """Each cell: from when all rows have a token, or more, to the end of `steps` more, by the tokens that came.
+    """Each cell: the mean step of `decode_window`.
 
-    Prompts are in the prefix cache. What it takes to admit the requests is not in it, nor what another run takes.
+    That is nearly all of `steps`: the last program lacks, and the steps by which some rows began sooner than others.
+    Prompts are in the prefix cache. What it takes to admit the requests and to end them is not in it, nor what another
+    run takes. "timed_steps" says how many steps a window has; "host_ms" and the roofline are those of the last one.
 
     Args:
       bench: what all measurements need.
@@ -91,37 +149,46 @@ def measure_decode(
         warm = 3 * (engine.config.decode_steps or 1)
         for _ in range(-(-warm // min(warm, steps))):
             serve(engine, requests(1 + min(warm, steps)), what=what)
-        timed = [_decode_ms(engine, requests(1 + steps), what) for _ in range(bench.repeats)]
-        times, runs = [ms for ms, _ in timed], [run for _, run in timed]
-        ms, roof = statistics.median(times), 1e3 * bench.cost.decode_s(bench.roofs, rows, context + steps / 2)
+        timed = [_serve_decode(engine, requests(1 + steps), what) for _ in range(bench.repeats)]
+        times = [1e3 * window.wall_s * rows / window.output_tokens for _, window in timed]
+        run, window = timed[-1]
+        ms, seen = statistics.median(times), context + _mean_output(run, window, rows)
+        roof = 1e3 * bench.cost.decode_s(bench.roofs, rows, seen)
         yield {
             "rows": rows,
             "context": context,
             "ms": round(ms, 3),
             "ms_of_each": [round(each, 3) for each in times],
+            "timed_steps": round(window.output_tokens / rows, 1),
             "tokens_per_s": round(1e3 * rows / ms, 1),
             "roofline_ms": round(roof, 3),
             "roofline_fraction": round(roof / ms, 3),
-            "prompt_cached": round(min(run.cached_fraction for run in runs), 3),
-            "host_ms": runs[-1].ms_per_step,
+            "prompt_cached": round(min(run.cached_fraction for run, _ in timed), 3),
+            "host_ms": window.ms_per_step,
             **bench.yardstick.compare(ms, "decode", f"{rows}@{context}"),
         }
 
 
-def _decode_ms(engine: Engine, requests: Sequence[Request], what: str) -> tuple[float, Run]:
-    """Milliseconds of a step in which each of the requests gets a token."""
-    rows, before = len(requests), engine.stats().num_generated_tokens
-    begun: tuple[float, int] | None = None
+def _serve_decode(engine: Engine, requests: Sequence[Request], what: str) -> tuple[Run, Run]:
+    """Serves requests; gives the whole run, and the part of it in which all decode."""
+    looks: list[Look] = []
 
     def look() -> None:
-        nonlocal begun
-        if begun is None and (count := engine.stats().num_generated_tokens - before) >= rows:
-            begun = time.perf_counter(), count
+        looks.append(Look(time.perf_counter(), engine.stats()))
 
     run = serve(engine, requests, what=what, after_step=look)
-    assert begun is not None
-    seconds, tokens = time.perf_counter() - begun[0], run.output_tokens - begun[1]
-    return 1e3 * seconds * rows / tokens, run
+    return run, decode_window(run, looks, len(requests))
+
+
+def _mean_output(run: Run, window: Run, rows: int) -> float:
+    """Output tokens that a row attends to in a step of the window, on average.
+
+    The step that gives a row its token n + 1 attends to n of them: from as many as a row has at the first look to one
+    less than it has at the last.
+    """
+    before = run.before.num_generated_tokens
+    begin, end = window.before.num_generated_tokens - before, window.after.num_generated_tokens - before
+    return (begin + end - rows) / (2 * rows)
 
 
 def measure_load(bench: Bench, load: Load) -> dict[str, Any]:

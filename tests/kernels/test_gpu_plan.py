@@ -139,6 +139,40 @@ def test_equal_rows_are_cut_evenly_or_not_at_all(rows: int, length: int, pieces:
     assert len({load for load in loads if load}) == 1
 
 
+@pytest.mark.parametrize(("rows", "workers"), [(1, 18), (2, 24), (4, 24), (8, 24)])
+def test_few_units_have_workers_of_their_own(rows: int, workers: int) -> None:
+    """17 blocks a unit, which nothing divides: shares of 3, 5 and 9, or whole units; no worker has pieces of two."""
+    meta = metadata([1] * rows, [1040] * rows, rows=8)
+    loads = check(meta, 2, None)
+    counts = work_list(meta, 2, None)[:WORKERS, plan.COUNT]
+    assert counts.max() == 1
+    assert counts.sum() == workers
+    assert max(loads) == -(-17 * 3 * rows // workers)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "share"),
+    [
+        ([1040, 1000, 1090, 1030], 9),
+        ([1040, 1040, 1040, 1200], 10),  # 19 blocks would be three shares of 9
+        ([1040] * 5, None),  # 15 units would need 30 workers
+        ([100] * 3 + [3200], None),  # shares of 8 need 30 workers, and 10 are too long
+    ],
+)
+def test_few_units_of_unequal_length_too_if_shares_stay_nearly_even(lengths: list[int], share: int | None) -> None:
+    meta = metadata([1] * len(lengths), lengths)
+    loads = check(meta, 2, None)
+    counts = work_list(meta, 2, None)[:WORKERS, plan.COUNT]
+    assert (counts.max() == 1) == (share is not None)
+    assert share is None or max(loads) == share
+
+
+def test_in_a_step_with_room_for_many_units_workers_go_on_with_a_second_one() -> None:
+    meta = metadata([1] * 4, [1040] * 4, rows=16)
+    check(meta, 2, None)
+    assert work_list(meta, 2, None)[:WORKERS, plan.COUNT].max() == 2
+
+
 @pytest.mark.parametrize(("rows", "busy"), [(1, 12), (2, 12), (3, 18), (4, 24)])
 def test_second_consumers_have_work_only_if_shares_are_long(rows: int, busy: int) -> None:
     """12 blocks of 2 consumers; units of 16, of which 96 blocks are 8 for each of 12 workers."""

@@ -123,6 +123,7 @@ def test_products_of_the_ring_are_those_of_numpy(monkeypatch) -> None:
         out[pl.ds(row, num_tokens), pl.ds(column, WIDTH)] = tile.T
 
     monkeypatch.setattr(layer_gpu, "rows", SimpleNamespace(fence_registers=lambda: None, store_tile=store_tile))
+    monkeypatch.setattr(layer_gpu, "copy_once", plgpu.copy_gmem_to_smem)  # the interpreter has no L2 to give hints for
     monkeypatch.setattr(LayerPlan, "stages", 3)
     products, rng = [Product(512, 128, 2), Product(128, 256, 1), Product(128, 64, 1)], np.random.default_rng(0)
     plan = LayerPlan(8, 3, *products, qkv=None, apart=True)
