@@ -10,6 +10,7 @@ parts are written on registers: a row's owner loads and stores it, and nobody el
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 
 from .tuning import TILE_ROWS
 
@@ -80,6 +81,17 @@ def load_global(ref: ir.Value, indices: list[ir.Value], width: int = 1) -> ir.Va
 def store_global(value: ir.Value, ref: ir.Value, indices: list[ir.Value], width: int = 1) -> None:
     pointer, element = address(ref, indices)
     llvm.store(value, pointer, alignment=width * utils.bytewidth(element))
+
+
+def either(
+    condition: ir.Value, then: Callable[[], list], otherwise: Callable[[], list], types: list[ir.Type]
+) -> list[ir.Value]:
+    """The values of one of two functions, each of which is emitted in a branch of its own."""
+    choice = scf.IfOp(condition, types, has_else=True)
+    for block, values in ((choice.then_block, then), (choice.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            scf.yield_(values())
+    return list(choice.results)
 
 
 def exp2_of(x: ir.Value) -> ir.Value:

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, vector
 
 from . import combine_gpu as ends
 from .tuning import TILE_ROWS
@@ -260,12 +260,8 @@ def rescale(acc, decay):
         moved = arith.ori(*[arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors])
         moved = nvvm.vote_sync(ends.i32(-1), moved, "any")
         flat = list(registers.flat)
-        choice = scf.IfOp(moved, [x.type for x in flat], has_else=True)
-        with ir.InsertionPoint(choice.then_block):
-            scf.yield_(scaled())
-        with ir.InsertionPoint(choice.else_block):
-            scf.yield_(flat)
-        return _array(list(choice.results), acc.shape, _WGMMA)
+        found = ends.either(moved, scaled, lambda: flat, [x.type for x in flat])
+        return _array(found, acc.shape, _WGMMA)
 
     return scale(acc, decay)
 

@@ -33,7 +33,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
 from . import combine_gpu as ends
 from . import prefill_barriers_gpu as sync
@@ -96,15 +96,6 @@ def _store(out_ref, row, column, part, acc, *, result: Result) -> None:
     put(out_ref, row, column, part, acc)
 
 
-def _either(condition: ir.Value, then, otherwise, types: list[ir.Type]) -> list[ir.Value]:
-    """The values of one of two functions."""
-    op = scf.IfOp(condition, types, has_else=True)
-    for block, values in ((op.then_block, then), (op.else_block, otherwise)):
-        with ir.InsertionPoint(block):
-            scf.yield_(values())
-    return list(op.results)
-
-
 def _elements(*vectors: ir.Value) -> list[ir.Value]:
     size = lambda x: ir.VectorType(x.type).shape[0]  # noqa: E731
     return [vector.extract(x, dynamic_position=[], static_position=[i]) for x in vectors for i in range(size(x))]
@@ -120,7 +111,7 @@ def _await_sums(counters: ir.Value, place: ir.Value) -> None:
     )
 
 
-def _meet(pieces_ref, counters_ref, flag_ref, place, whole, acc):
+def _join_pieces(pieces_ref, counters_ref, flag_ref, place, whole, acc):
     """Brings the two pieces of a tile together; who comes first leaves its sums, who comes second adds them to its own.
 
     Both orders give the same bits, and the counter is 0 again afterwards.
@@ -143,7 +134,7 @@ def _meet(pieces_ref, counters_ref, flag_ref, place, whole, acc):
             plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
         ),
     )
-    def meet(_, pieces, counters, flag, place, whole, acc):
+    def join(_, pieces, counters, flag, place, whole, acc):
         place, whole, own = ends.scalar_of(place), ends.scalar_of(whole), ends.halves(acc)
         leader, zero = ends.equal(ends.thread_index(), ends.i32(0)), utils.c(0, ir.IndexType.get())
         types = [*(x.type for x in own.flat), whole.type]
@@ -178,16 +169,16 @@ def _meet(pieces_ref, counters_ref, flag_ref, place, whole, acc):
                 memref.store(ends.count_one(counters, place, acquire=True), flag, [zero])
             utils.warpgroup_barrier()
             before = memref.load(flag, [zero])
-            return _either(ends.equal(before, ends.i32(0)), leave, lambda: add(before), types)
+            return ends.either(ends.equal(before, ends.i32(0)), leave, lambda: add(before), types)
 
-        *sums, done = _either(ends.equal(whole, ends.i32(1)), lambda: [*own.flat, whole], arrive, types)
+        *sums, done = ends.either(ends.equal(whole, ends.i32(1)), lambda: [*own.flat, whole], arrive, types)
         registers = np.array(sums, dtype=object).reshape(acc.registers.shape)
         return (
             mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None),
             mgpu.FragmentedArray.splat(done, (), is_signed=True),
         )
 
-    return meet(pieces_ref, counters_ref, flag_ref, place, whole, acc)
+    return join(pieces_ref, counters_ref, flag_ref, place, whole, acc)
 
 
 @functools.partial(jax.jit, static_argnames=("result", "blocks"))
@@ -266,7 +257,7 @@ def product_gpu(x, kernel, *, result: Result, blocks: ProductBlocks):
             if blocks.cut:
                 place = walk.meeting(block, first) * consumers + wg
                 whole = (end - first == walk.depths).astype(jnp.int32)
-                acc, done = _meet(pieces_ref, counters_ref, flags[0].at[pl.ds(wg, 1)], place, whole, acc)
+                acc, done = _join_pieces(pieces_ref, counters_ref, flags[0].at[pl.ds(wg, 1)], place, whole, acc)
                 pl.when(done == 1)(lambda: store(acc))
             else:
                 store(acc)
