@@ -1,20 +1,6 @@
 """`StepPlan` -> one packed int32 array on the host -> `StepInputs` on the device.
 
-All that a step needs to be told goes over in one transfer. The array holds, for a step of shape (T, S, P):
-
-    field         length    meaning
-    tokens        T         token ids; -1 - entry means "the token that was sampled last for this state entry"
-    positions     T         position of each token in its sequence
-    slots         T         slot_mapping: page * page_size + offset
-    next_tokens   T         the token that follows, for prompt log-probabilities; 0 where unknown
-    page_table    S * P     page ids, null page in every hole
-    kv_lens       S
-    cu_q_lens     S + 1
-    sources       S         index in [0, T) of the token that the row samples after
-    row_steps     S         decode steps in which the row takes part; this and the next only if there are several
-    stop_ids      8 * S     tokens after which it takes part in no more of them; -1 where there are fewer
-    scalars       3         num_decode, num_seqs, wants_prompt_logprobs
-    sampling      F * S     sampling parameters, floats by their bits (`sampling_rows`)
+All that a step needs to be told goes over in one transfer; `jpaged.packed_layout` says where in it each field lies.
 """
 
 from collections import deque
@@ -26,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jpaged.config import StepShape
+from jpaged.packed_layout import NUM_SAMPLING_FIELDS, NUM_STOP_IDS, packed_layout, packed_size
 from jpaged.pallas_kernels import PagedMetadata
 from jpaged.sampling_rows import (
-    NUM_SAMPLING_FIELDS,
     SamplingRow,
     SamplingRows,
     sampling_field,
@@ -38,38 +24,8 @@ from jpaged.sampling_rows import (
 from jpaged.sequence import Sequence
 from jpaged.step_plan import StepPlan
 
-NUM_STOP_IDS: Final = 8  # that the device knows of a row; those of more it looks for on the host alone
 MAX_IN_FLIGHT: Final = 4  # steps that were packed and have not ended, the one being packed included
 _POSITION, _SAMPLES, _BANS_STOPS = map(sampling_field, ("position", "samples", "bans_stops"))
-
-
-def _layout(shape: StepShape) -> dict[str, slice]:
-    """Where each field lies in the packed array; in order, without gaps."""
-    t, s, p = shape.num_tokens, shape.num_rows, shape.pages_per_row
-    lengths = {
-        "tokens": t,
-        "positions": t,
-        "slots": t,
-        "next_tokens": t,
-        "page_table": s * p,
-        "kv_lens": s,
-        "cu_q_lens": s + 1,
-        "sources": s,
-        "row_steps": s if shape.num_steps > 1 else 0,
-        "stop_ids": s * NUM_STOP_IDS if shape.num_steps > 1 else 0,
-        "scalars": 3,
-        "sampling": NUM_SAMPLING_FIELDS * s,
-    }
-    fields, start = {}, 0
-    for name, length in lengths.items():
-        fields[name] = slice(start, start + length)
-        start += length
-    return fields
-
-
-def packed_size(shape: StepShape) -> int:
-    """Length of the packed array, in int32 words."""
-    return _layout(shape)["sampling"].stop
 
 
 @no_type_check  # trees are also made of placeholders, which have no shape
@@ -100,7 +56,7 @@ class StepInputs:
 
 def unpack(packed: Int32[Array, " W"], shape: StepShape) -> StepInputs:
     """The device side of `BatchPacker.pack`; runs inside the jitted step."""
-    field = {name: packed[where] for name, where in _layout(shape).items()}
+    field = {name: packed[where] for name, where in packed_layout(shape).items()}
     num_decode, num_seqs, _ = field["scalars"]
     return StepInputs(
         tokens=field["tokens"],
@@ -125,7 +81,7 @@ class _Buffer:
     """One packed array, and a view of each field."""
 
     def __init__(self, shape: StepShape) -> None:
-        layout = _layout(shape)
+        layout = packed_layout(shape)
         self.packed = np.zeros(packed_size(shape), np.int32)
         self.entries = np.zeros(shape.num_rows, np.int64)
         self.field = {name: self.packed[where] for name, where in layout.items()}

@@ -9,36 +9,16 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from jpaged.packed_layout import NUM_SAMPLING_FIELDS, SAMPLING_FIELDS
 from jpaged.request import SamplingParams
 
 _MAX_INT32 = 2**31 - 1
 
-# Field by field as packed: every field is one 32-bit word a row. "b" is a bool in a word.
-_FIELDS = (
-    ("state_index", "i"),
-    ("temperature", "f"),
-    ("top_k", "i"),
-    ("top_p", "f"),
-    ("min_p", "f"),
-    ("repetition_penalty", "f"),
-    ("presence_penalty", "f"),
-    ("frequency_penalty", "f"),
-    ("seed_high", "I"),
-    ("seed_low", "I"),
-    ("position", "i"),
-    ("samples", "b"),
-    ("uses_penalties", "b"),
-    ("uses_bias", "b"),
-    ("bans_stops", "b"),
-    ("uses_mask", "b"),
-    ("num_logprobs", "i"),
-)
-_PACKER = struct.Struct("=" + "".join("i" if code == "b" else code for _, code in _FIELDS))
+_PACKER = struct.Struct("=" + "".join("i" if code == "b" else code for _, code in SAMPLING_FIELDS))
 _DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "I": np.dtype(np.uint32), "b": np.dtype(np.bool_)}
 
-_INDEX = {name: index for index, (name, _) in enumerate(_FIELDS)}
+_INDEX = {name: index for index, (name, _) in enumerate(SAMPLING_FIELDS)}
 
-NUM_SAMPLING_FIELDS = len(_FIELDS)
 MIN_TEMPERATURE: Final = 1e-5  # below it a row is greedy: dividing by less overflows
 
 SamplingKind = Literal["greedy", "draw", "filter", "full"]
@@ -231,6 +211,6 @@ def unpack_sampling_rows(fields: Int32[Array, "F S"]) -> SamplingRows:
     if fields.shape[0] != NUM_SAMPLING_FIELDS:
         raise ValueError(f"{fields.shape=}, expected {NUM_SAMPLING_FIELDS} fields, as `sampling_fields` makes them")
     unpacked = {}
-    for (name, code), words in zip(_FIELDS, fields, strict=True):
+    for (name, code), words in zip(SAMPLING_FIELDS, fields, strict=True):
         unpacked[name] = words != 0 if code == "b" else jax.lax.bitcast_convert_type(words, _DTYPES[code])
     return SamplingRows(**unpacked)

@@ -18,19 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.batch import packed_size, unpack
+from jpaged.batch import unpack
 from jpaged.compilations import compile_side_by_side
 from jpaged.config import StepShape
 from jpaged.errors import ConfigError, RecompileError
 from jpaged.logprobs import prompt_logprobs, token_logprobs
 from jpaged.models import PagedModel
 from jpaged.models.quantised import quantised_as
+from jpaged.packed_layout import NUM_SAMPLING_FIELDS, packed_size
 from jpaged.pallas_kernels import KVPages
 from jpaged.program_store import open_store
 from jpaged.sampler import choose_tokens, sample
 from jpaged.sampler_state import SamplerState, remember
 from jpaged.sampler_tuning import TUNINGS
-from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, unpack_sampling_rows
+from jpaged.sampling_rows import unpack_sampling_rows
 from jpaged.step_buffers import Buffer, StepBuffers, forward_buffers, token_buffer
 from jpaged.step_functions import decode_steps, forward_pass
 from jpaged.step_outputs import StepOutputs
@@ -184,8 +185,7 @@ class StepRunner:
         gives_hidden = program.part == "prompt logprobs" or (program.part == "forward" and self._in_place)
         if gives_hidden and isinstance(size, StepShape):
             self._hidden = self._hidden or self._hidden_states(kv_pages, state, size)
-        lent = self._lent[program] = self._lent_to(program)
-        spare = tuple(array(one.dtype, *one.shape) for one in lent)
+        spare = tuple(array(one.dtype, *one.shape) for one in self._lent_to(program))
         if isinstance(size, StepShape):
             packed = jax.ShapeDtypeStruct((packed_size(size),), jnp.int32)
             args = self._weights, kv_pages, state.last_token, packed, spare
@@ -208,7 +208,6 @@ class StepRunner:
         if program.part == "forward":
             _, hidden, _ = executable.out_info[0]
             self._hidden = hidden.shape[1], hidden.dtype
-        self._lent[program] = self._lent_to(program)
 
     def _hidden_states(self, kv_pages, state, shape: StepShape) -> tuple[int, Any]:
         """Width and dtype of what the model gives."""
@@ -272,6 +271,8 @@ class StepRunner:
                 begin(done.key)
                 self._take_up(done.key, done.executable)
             self._executables[done.key] = done.executable
+            if lent := self._lent_to(done.key):  # not sooner: nothing is kept for a program that fails to compile
+                self._lent[done.key] = lent
             self.compilations.append(Compilation(done.key, done.seconds))
             if on_compiled:
                 on_compiled(done.key, done.seconds)

@@ -25,11 +25,11 @@ from jpaged.model_bytes import (
     weight_bytes,
 )
 from jpaged.models.config import LlamaConfig
+from jpaged.packed_layout import NUM_SAMPLING_FIELDS, packed_size
 
 _LANES: Final = 128
 _ROWS: Final = 8
 _MAX_RUN: Final = 1024  # elements that vectors are padded to a multiple of
-_FIELDS: Final = 17  # of a row's sampling parameters
 _STEPS_OF_TOKENS: Final = 4  # whose sampled tokens are kept
 _CHUNK_TOKENS: Final = 64  # longer steps walk their tokens in a loop for prompt log-probabilities
 
@@ -194,14 +194,15 @@ def state_bytes(max_num_seqs: int, vocab_size: int, *, tiled: bool) -> int:
 
 
 def input_bytes(shape: StepShape) -> int:
-    """Bytes of what a step is told: four words a token, 20 a row, and the page table.
+    """Bytes of what a step is told: the packed array, whose page table is most of it.
 
     Example:
       >>> input_bytes(StepShape(32, 32, 128)), input_bytes(StepShape(2048, 32, 128))
       (20480, 53248)
+      >>> input_bytes(StepShape(256, 256, 128)), input_bytes(StepShape(256, 256, 128, num_steps=4))
+      (159744, 167936)
     """
-    words = 4 * shape.num_tokens + shape.num_rows * (20 + shape.pages_per_row) + 4
-    return tiled_bytes((words,), 4)
+    return tiled_bytes((packed_size(shape),), 4)
 
 
 def lent_bytes(shapes: Iterable[StepShape], *, vocab_size: int, hidden_size: int, itemsize: int) -> int:
@@ -220,7 +221,7 @@ def lent_bytes(shapes: Iterable[StepShape], *, vocab_size: int, hidden_size: int
     forward = [shape for shape in shapes if shape.num_steps == 1]
     rows, tokens = {shape.num_rows for shape in forward}, {shape.num_tokens for shape in forward}
     num_ids = sum(rows * steps for rows, steps in {(shape.num_rows, shape.num_steps) for shape in shapes})
-    words = (vocab_size + _FIELDS) * sum(rows) + _STEPS_OF_TOKENS * num_ids
+    words = (vocab_size + NUM_SAMPLING_FIELDS) * sum(rows) + _STEPS_OF_TOKENS * num_ids
     return 4 * words + hidden_size * itemsize * sum(tokens)
 
 

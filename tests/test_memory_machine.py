@@ -80,9 +80,9 @@ class MemoryMachine(RuleBasedStateMachine):
         config["num_pages"] = 2 + int(config.pop("pool") * config["max_model_len"]) // config["page_size"]
         note(f"{config}, {depth=}")
         self.config, self.depth, self.counts = config, depth, Counter()
-        self.scheduler = make_scheduler(**config)
+        # For "auto": swaps what has three tokens more than pages.
         costs = PreemptionCosts(prefill_s_per_token=1.0, swap_s=3.0, swap_s_per_page=1.0)
-        self.scheduler._queues._costs = costs  # for "auto": swaps what has three tokens more than pages
+        self.scheduler = make_scheduler(**config, costs=costs)
         self.driver = Driver(self.scheduler)
         self.memory, self.allocator = self.driver.memory, self.driver.memory.allocator
         self.chunk = min(config["max_chunk_tokens"] or config["budget"], config["budget"])

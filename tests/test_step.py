@@ -1,5 +1,7 @@
 """The programs of a step: compiled once each, pages in place, weights that can be swapped."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jpaged.sampler_state import make_sampler_state
 from jpaged.sampling_rows import NUM_SAMPLING_FIELDS, SAMPLING_KINDS
 from jpaged.sequence import SequenceGroup, SequenceStatus
 from jpaged.step import StepRunner
+from jpaged.step_buffers import token_buffer
 from jpaged.step_bytes import lent_bytes
 from jpaged.step_outputs import read_logprobs, read_prompt_logprobs
 from jpaged.step_plan import PlannedRow, StepPlan
@@ -284,6 +287,25 @@ def test_all_are_compiled_and_told_once(fake_runner):
     assert compiled(runner) == {GREEDY, *others}
     runner.prepare([], None, StepNeeds(SHAPE, "full", logprobs=True, prompt_logprobs=True))
     assert len(runner.compilations) == 5
+
+
+@pytest.mark.parametrize("fails", ["lowering", "compiling"])
+def test_no_memory_is_kept_for_programs_that_did_not_compile(monkeypatch, fails):
+    runner, pool, wanted = make_runner(platform="gpu"), make_pool(make_model()), Program("sampling", 1, "greedy")
+
+    def refuse(*args, **options):
+        raise MemoryError("no room for it")
+
+    refused = SimpleNamespace(lower=refuse if fails == "lowering" else lambda *_, **__: SimpleNamespace(compile=refuse))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_choose_without_graph", refused)
+        with pytest.raises(MemoryError, match="no room for it"):
+            runner.compile_all(*pool, [wanted])
+    runner.lower(*pool, Program("sampling", 3, "greedy"))  # to look into it, no more
+    runner.compile_all(*pool, [GREEDY])
+    assert {*runner._buffers._kept} == {token_buffer(2)}
+    runner.compile_all(*pool, [wanted])
+    assert {*runner._buffers._kept} == {token_buffer(2), token_buffer(1)}
 
 
 def test_programs_that_were_kept_are_not_traced(monkeypatch, tmp_path):

@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from jpaged.accelerators import ACCELERATORS
-from jpaged.batch import packed_size
+from jpaged.batch import BatchPacker
 from jpaged.config import EngineConfig, SchedulerConfig, StepShape
 from jpaged.errors import ConfigError
 from jpaged.model_shapes import model_shape
 from jpaged.models.weights import abstract_llama
 from jpaged.pallas_kernels import PageSpec
+from jpaged.request import Request, SamplingParams
 from jpaged.sampler_state import make_sampler_state
+from jpaged.sequence import SequenceGroup
 from jpaged.step_buffers import forward_buffers, token_buffer
 from jpaged.step_bytes import (
     can_divide,
@@ -30,7 +33,9 @@ from jpaged.step_bytes import (
     temporary_bytes,
     tiled_bytes,
 )
+from jpaged.step_plan import PlannedRow
 from tests.fakes import tiny_config
+from tests.plans import plan_of_rows
 
 RECORDS = sorted((Path(__file__).parent.parent / "docs" / "benchmarks").glob("tpu-steps-*.json"))
 COMPILED = [row for record in RECORDS for row in json.loads(record.read_text())["results"]["steps"]]
@@ -97,10 +102,19 @@ def test_the_state_is_that_of_the_sampler(rows, vocab_size):
     assert state_bytes(rows, vocab_size, tiled=True) == tiled
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4), (512, 64, 300), (2048, 256, 2048)])
+@pytest.mark.parametrize("shape", [(1, 1, 4), (512, 64, 300), (2048, 256, 2048), (1, 1, 4, 2), (256, 256, 300, 4)])
 def test_inputs_are_those_that_are_packed(shape):
     shape = StepShape(*shape)
-    assert input_bytes(shape) == tiled_bytes((packed_size(shape),), 4)
+    group = SequenceGroup(Request(request_id="r", prompt_token_ids=(5,), params=SamplingParams()))
+    (seq,) = group.seqs
+    seq.pages, seq.state_index = [1, 2], 0
+    row = PlannedRow(seq, 0, 1, samples=True, source=0)
+    more = {"num_more": np.array([shape.num_steps - 1])} if shape.num_steps > 1 else {}
+    packed, packed_for = BatchPacker((shape,), page_size=4, max_num_seqs=1).pack(
+        plan_of_rows([row], num_steps=shape.num_steps, **more)
+    )
+    assert packed_for == shape
+    assert input_bytes(shape) == tiled_bytes(packed.shape, packed.itemsize)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8, 16])
