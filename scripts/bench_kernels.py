@@ -5,7 +5,8 @@
 
 Each time is that of one call of the attention op, device time: calls are chained in one program, each on the output of
 the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
-is replayed and the median of several batches of replays is taken. The work list, which all layers of a step share, is
+is replayed and the median of several batches of replays is taken. Of short calls a program has more, for between two
+programs the device does nothing. The work list, which all layers of a step share, is
 made before and timed apart. cuDNN's paged attention runs in the same run, and so do FlashAttention-3 and FlashInfer
 where they can be imported (`peers`); the record says which cannot, and for those the table of another day stands.
 Prints tables and a last line of JSON.
@@ -78,6 +79,8 @@ PEERS = {
 OTHERS_CELLS = ((1, 1024), (32, 1024), (32, 4096))  # those of XLA and cuDNN
 _MODULES = {"FA3": "flash_attn_interface", "FlashInfer": "flashinfer"}
 POOL_BYTES = 3 * 2**30
+CALLS = 16  # of a program
+LONG_CALLS, SHORT = 64, 2**15  # of one whose calls read so many KV tokens at most
 
 
 def make_tables(spec: PageSpec, rows: int, length: int, calls: int) -> list[jax.Array]:
@@ -283,8 +286,10 @@ def make_jobs(models: Iterable[tuple[int, int, int]], page_sizes: list[int], *, 
     for nth, (heads, kv_heads, head_dim) in enumerate(models):
         for page_size in page_sizes if nth == 0 else page_sizes[:1]:
             pool = ("bfloat16", page_size, kv_heads, head_dim)
-            for cell in QUICK if quick or page_size != page_sizes[0] else CELLS:
-                jobs.append(("cell", pool, heads, *cell, "mosaic_gpu", 16, 20 if cell[0] * cell[1] < 2**17 else 8))
+            for rows, length in QUICK if quick or page_size != page_sizes[0] else CELLS:
+                calls = LONG_CALLS if rows * length <= SHORT else CALLS
+                replays = 20 if rows * length < 2**17 else 8
+                jobs.append(("cell", pool, heads, rows, length, "mosaic_gpu", calls, replays))
         if nth == 0:
             first = ("bfloat16", page_sizes[0], kv_heads, head_dim)
             jobs += [("cell", first, heads, *cell, "xla", 2, 4) for cell in OTHERS_CELLS if xla]
