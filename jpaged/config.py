@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from jpaged.errors import ConfigError
+from jpaged.token_buckets import default_token_buckets, rows_of
 
 MAX_SLOTS: Final = 2**31 - 1  # of a page pool: they are counted in 32 bits
 # Host memory is shared with everything else that runs there, and zeroing a large pool delays the start.
@@ -92,6 +93,8 @@ class SchedulerConfig:
     Attributes:
       max_num_seqs: sequences that run at once, so the rows of a step at the most.
       max_num_batched_tokens: the token budget of a step, prefill and decode together.
+      max_num_prefill_tokens: the token budget of a step in which no row waits for its next token, and which it fills;
+        `None`: `max_num_batched_tokens`.
       max_model_len: tokens of a sequence at the most, prompt and output together. `None`: what the model was trained
         for, or what the page pool can hold if that is less.
       policy: who is served first: "fcfs", in the order of arrival; "priority", by the requests' `priority`, lower
@@ -99,7 +102,7 @@ class SchedulerConfig:
       priority_aging_s: with "priority", a request gains one level of priority over later ones for each so many seconds
         that it came before them, so that none waits for ever.
       max_chunk_tokens: prompt tokens of one sequence in one step at the most, so that a long prompt leaves room for
-        others; `None`: the whole budget.
+        others; `None`: the whole budget of the step.
       headroom_pages: pages that must be left for each running sequence when another one is admitted, but no more than a
         twelfth of the pool.
       max_passes: younger requests that may be admitted past one that does not fit into the pool yet; then all wait
@@ -111,6 +114,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    max_num_prefill_tokens: int | None = None
     max_model_len: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 10.0
@@ -134,6 +138,11 @@ class SchedulerConfig:
             self.max_num_batched_tokens,
             f"at least max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode in one step",
         )
+        prefill, least = self.max_num_prefill_tokens, self.max_num_batched_tokens
+        expected = f"an integer of at least max_num_batched_tokens ({least}), or None"
+        _require(
+            prefill is None or (_is_int(prefill) and prefill >= least), "max_num_prefill_tokens", prefill, expected
+        )
         _require(self.policy in ("fcfs", "priority"), "policy", self.policy, '"fcfs" or "priority"')
         aging = self.priority_aging_s
         _require(_is_number(aging) and 0 < aging <= 1e9, "priority_aging_s", aging, "a positive number of seconds")
@@ -150,6 +159,16 @@ class SchedulerConfig:
         _require(costs is None or isinstance(costs, str), "preemption_costs", costs, "a path or None")
         unread = f"None with preemption {self.preemption!r}, which does not read it"
         _require(costs is None or self.preemption == "auto", "preemption_costs", costs, unread)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step: of the larger of both budgets.
+
+        Example:
+          >>> SchedulerConfig().max_step_tokens, SchedulerConfig(max_num_prefill_tokens=1024).max_step_tokens
+          (512, 1024)
+        """
+        return self.max_num_prefill_tokens or self.max_num_batched_tokens
 
 
 _TOKENS_A_ROW: Final = 4  # of all rows together, where they guess
@@ -235,52 +254,6 @@ class StepShape:
         return f"T{self.num_tokens} S{self.num_rows} P{self.pages_per_row}{several}"
 
 
-def default_token_buckets(max_num_seqs: int, max_num_batched_tokens: int, platform: str = "cpu") -> tuple[int, ...]:
-    """Padded numbers of tokens: of decode rows to `max_num_seqs`, of steps with prompts above, to the budget.
-
-    CPU: steps four times as large as the last, as compiling is dear. TPU: the same, none of less than a tile's 8 rows.
-    GPU: close together where a decode step's time grows with its rows, from 64 on, and far apart where it hardly does;
-    above, twice as large each, for where prompts wait a step is cut to fit (`Planner`).
-
-    Args:
-      max_num_seqs, max_num_batched_tokens: see `SchedulerConfig`.
-      platform: "cpu", "gpu" or "tpu".
-
-    Example:
-      >>> default_token_buckets(32, 512), default_token_buckets(64, 512, "tpu")
-      ((1, 4, 16, 32, 128, 512), (8, 32, 64, 256, 512))
-      >>> default_token_buckets(512, 2048, "gpu")
-      (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
-    """
-    if platform == "gpu":
-        powers = [1 << n for n in range(6, max_num_batched_tokens.bit_length())]
-        decode = [1, 8, 32, *powers, *(3 * power // 2 for power in powers if power > 64)]
-        sizes = {size for size in decode if size < max_num_seqs} | {size for size in powers if size > max_num_seqs}
-    else:
-        sizes = set()
-        for size, end in ((8 if platform == "tpu" else 1, max_num_seqs), (4 * max_num_seqs, max_num_batched_tokens)):
-            while size < end:
-                sizes.add(size)
-                size *= 4
-    sizes = {size for size in sizes if size < max_num_batched_tokens}
-    return tuple(sorted(sizes | {max_num_seqs, max_num_batched_tokens}))
-
-
-_FEW_ROWS: Final = (64, 256)
-
-
-def _rows_of(num_tokens: int, most: int, token_buckets: Sequence[int], platform: str) -> list[int]:
-    """Padded numbers of rows of steps of so many tokens, ascending: `most`, and fewer too for a GPU's largest prompts.
-
-    They often hold few rows, but logits take time by all, padding included. Sizes are token buckets, so no sampling
-    program is added. Each shape compiles all layers again: smaller steps, which prompts are rarely cut to fill, do not
-    pay for that, nor do CPUs and TPUs, where compiling is dearer and no gain was measured.
-    """
-    if platform != "gpu" or not most < num_tokens == token_buckets[-1]:
-        return [min(num_tokens, most)]
-    return [*(rows for rows in _FEW_ROWS if rows < most and rows in token_buckets), most]
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine is told.
@@ -288,10 +261,11 @@ class EngineConfig:
     Attributes:
       cache: the page pool.
       scheduler: what one step may hold.
-      token_buckets: padded numbers of tokens T, ascending; the last one is at least the token budget. `None`: chosen by
-        `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
-        each entry of this list and of `page_buckets`. With `speculation` it has at least min(T, 1 + num_tokens) rows.
-        On a GPU the largest is also compiled for 64 and 256 rows, if these are entries below `max_num_seqs`.
+      token_buckets: padded numbers of tokens T, ascending; the last one is at least the larger token budget. `None`:
+        chosen by `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled
+        step for each entry of this list and of `page_buckets`. With `speculation` it has at least
+        min(T, 1 + num_tokens) rows. On a GPU steps that hold the budget are also compiled for 64 and 256 rows, larger
+        ones for 64, if these are entries below `max_num_seqs`.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
         alone. Attention walks only live pages, so wide tables cost it nothing; but rows x P page ids go over to the
         device in every step, which is a megabyte for 32 rows of 131,072 tokens: give smaller buckets there.
@@ -342,7 +316,7 @@ class EngineConfig:
             _require(costs is None, "preemption_costs", costs, f"None: {why} (CacheConfig)")
         for name in ("run_ahead", "check_invariants", "compilation_cache"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        for name, least in (("token_buckets", self.scheduler.max_num_batched_tokens), ("page_buckets", 1)):
+        for name, least in (("token_buckets", self.scheduler.max_step_tokens), ("page_buckets", 1)):
             sizes = getattr(self, name)
             if sizes is None:
                 continue
@@ -384,15 +358,17 @@ class EngineConfig:
           >>> [str(shape) for shape in config.step_shapes(64, page_size=16)]
           ['T1 S1 P4', 'T4 S4 P4', 'T16 S4 P4']
         """
-        seqs = self.scheduler.max_num_seqs
-        tokens = self.token_buckets or default_token_buckets(seqs, self.scheduler.max_num_batched_tokens, platform)
+        scheduler, seqs = self.scheduler, self.scheduler.max_num_seqs
+        budget, prefill = scheduler.max_num_batched_tokens, scheduler.max_num_prefill_tokens
+        tokens = self.token_buckets or default_token_buckets(seqs, budget, platform, prefill)
         needed = -(-max_model_len // page_size)
         pages = self.page_buckets or (needed,)
         _require(pages[-1] >= needed, "page_buckets", pages, f"a last entry of at least {needed} pages")
         samples = dict.fromkeys(tokens, seqs)
         if self.speculation is not None:
             samples |= self.speculation.num_samples(tokens, seqs)
-        shapes = [StepShape(t, s, p) for t in tokens for s in _rows_of(t, samples[t], tokens, platform) for p in pages]
+        rows = {t: rows_of(t, samples[t], tokens, budget, platform) for t in tokens}
+        shapes = [StepShape(t, s, p) for t in tokens for s in rows[t] for p in pages]
         if (steps := self.decode_steps or 1) > 1:
             few = min(seqs, MAX_DECODE_STEP_ROWS)
             sizes = [t for t in tokens if t <= few] or [few]

@@ -22,6 +22,7 @@ class Division:
       num_pages: of each replica, the null page included; 0 where not even two fit.
       max_model_len: tokens of a sequence at the most; 0 where nothing fits.
       max_num_seqs, max_num_batched_tokens: sequences and tokens of a step.
+      max_num_prefill_tokens: tokens of a step in which nobody waits for a next one, if they are more.
       token_buckets, page_buckets, decode_steps: see `EngineConfig`.
       step_shapes: what is compiled at the start.
       attention: the back end.
@@ -40,6 +41,7 @@ class Division:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prefill_tokens: int | None
     token_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]
     decode_steps: int
@@ -48,6 +50,11 @@ class Division:
     memory_fraction: float
     repeated: tuple[str, ...]
     objection: str | None
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return self.max_num_prefill_tokens or self.max_num_batched_tokens
 
     @property
     def token_capacity(self) -> int:
@@ -97,6 +104,7 @@ def engine_config(division: Division, *, warmup: str = "eager", policy: str = "f
         scheduler=SchedulerConfig(
             max_num_seqs=division.max_num_seqs,
             max_num_batched_tokens=division.max_num_batched_tokens,
+            max_num_prefill_tokens=division.max_num_prefill_tokens,
             max_model_len=division.max_model_len,
             policy=policy,  # type: ignore[arg-type]
             preemption="swap" if cache.get("host_pages") else "auto",

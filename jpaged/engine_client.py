@@ -31,6 +31,7 @@ class EngineInfo:
       num_pages: pages in the pool, the null page included.
       max_num_seqs: sequences that run at once, so n and best_of at the most too.
       max_num_batched_tokens: tokens of a step at the most.
+      max_num_prefill_tokens: of a step in which nobody waits for a next token, if they may be more.
       max_logprobs: entries of top-logprobs that a request may ask for.
       prefix_cache: pages are found again by their contents.
       policy: "fcfs" or "priority"; `priority` must be 0 with the former.
@@ -49,6 +50,7 @@ class EngineInfo:
     num_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prefill_tokens: int | None
     max_logprobs: int
     prefix_cache: bool
     policy: Literal["fcfs", "priority"]

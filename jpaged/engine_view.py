@@ -68,6 +68,7 @@ def describe(engine: "Engine") -> EngineInfo:
         num_pages=plan.num_pages,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_prefill_tokens=config.scheduler.max_num_prefill_tokens,
         max_logprobs=config.max_logprobs,
         prefix_cache=config.cache.prefix_cache,
         policy=config.scheduler.policy,

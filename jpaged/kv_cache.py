@@ -223,7 +223,7 @@ def plan_pool(
     wanted, window = scheduler.max_model_len, getattr(model, "sliding_window", None)
     if wanted is not None and wanted > model.max_position:
         raise ConfigError(f"max_model_len is {wanted}, but the model knows positions up to {model.max_position}")
-    chunk = scheduler.max_num_batched_tokens
+    chunk = scheduler.max_step_tokens
     pages_needed = pages_at_most(wanted or model.max_position, size, sliding_window=window, chunk=chunk)
     capacity = (num_pages - 1) * size
     if wanted is not None and pages_needed > num_pages - 1:

@@ -59,8 +59,9 @@ class LLM:
       tokenizer: a `Tokenizer`, a path to load it from, or `None`: the model's own (none for a model object).
       dtype: of weights and activations; `None`: float32 on CPU, bfloat16 elsewhere.
       weights: "int8" or "fp8": the layers' kernels are held so (`load_model`); what that saves goes to the pages.
-      config: `EngineConfig`; the six shortcuts below override its fields.
-      page_size, num_pages, max_num_seqs, max_num_batched_tokens, max_model_len: see `CacheConfig`, `SchedulerConfig`.
+      config: `EngineConfig`; the seven shortcuts below override its fields.
+      page_size, num_pages: see `CacheConfig`.
+      max_num_seqs, max_num_batched_tokens, max_num_prefill_tokens, max_model_len: see `SchedulerConfig`.
       speculation: see `SpeculationConfig`.
       progress: show progress bars while loading and generating; `None`: on a terminal only.
 
@@ -90,6 +91,7 @@ class LLM:
         num_pages: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_prefill_tokens: int | None = None,
         max_model_len: int | None = None,
         speculation: SpeculationConfig | None = None,
         progress: bool | None = None,
@@ -105,6 +107,7 @@ class LLM:
             scheduler={
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
+                "max_num_prefill_tokens": max_num_prefill_tokens,
                 "max_model_len": max_model_len,
             },
         )

@@ -17,17 +17,16 @@ class PlanRows:
 
     Args:
       table: the counters of those that run.
-      max_num_tokens: the token budget of the step.
 
     Attributes:
       preempted, admitted, num_steps: as in `StepPlan`.
     """
 
-    def __init__(self, table: RunningTable, max_num_tokens: int) -> None:
+    def __init__(self, table: RunningTable) -> None:
         self.preempted: list[SequenceGroup] = []
         self.admitted: list[Sequence] = []
         self._table = table
-        self._max_num_tokens = max_num_tokens
+        self._max_num_tokens = 0
         self._running = _NOBODY
         self._decodes = np.zeros(0, bool)  # by place in `_running`
         self._counted = False
@@ -41,7 +40,7 @@ class PlanRows:
 
     @property
     def budget(self) -> int:
-        """Tokens that are left, once `count_decoding` was called."""
+        """Tokens that are left, once `leave` was called."""
         return self._max_num_tokens - self.num_tokens
 
     @property
@@ -50,8 +49,8 @@ class PlanRows:
         return self._num_decoding + self._num_chunk_tokens
 
     def leave(self, budget: int) -> None:
-        """Lowers the budget to so many tokens that are left."""
-        self._max_num_tokens -= max(self.budget - budget, 0)
+        """So many tokens are left beside those of the rows so far."""
+        self._max_num_tokens = self.num_tokens + budget
 
     def decode(self, running: RunningRows, decodes: np.ndarray) -> None:
         """Rows of sequences that compute their one last token and sample; there are none so far.

@@ -7,6 +7,9 @@ and each plan spends one budget of tokens, in three passes, each in the order of
     2. sequences that lack more: a chunk each
     3. what is left admits groups: first those that were preempted, then waiting ones
 
+The budget is `max_num_batched_tokens`, as whoever decodes waits for the whole step. Where nobody waits for a next token
+it is `max_num_prefill_tokens`, if there are prompts to fill so many.
+
 The order of service is the order of arrival, or that of aged priorities. If pages run out, the last group in that order
 is preempted, as a whole, and comes back before anybody new: then nobody is admitted who would take its pages. A group
 that does not fit may be passed by a bounded number of younger ones. A group that was computed twice is not made to do
@@ -36,7 +39,7 @@ class Planner:
     """Makes the plans of a `Scheduler`.
 
     Args:
-      config: the budget of a step.
+      config: the budgets of a step.
       memory: where pages come from.
       queues: all groups.
       beams: told of beams that are computed again.
@@ -59,7 +62,7 @@ class Planner:
         decode_steps: int,
     ) -> None:
         self._token_buckets = token_buckets
-        self._max_num_tokens = config.max_num_batched_tokens
+        self._max_num_tokens, self._max_step_tokens = config.max_num_batched_tokens, config.max_step_tokens
         self._memory = memory
         self._queues = queues
         self._beams = beams
@@ -76,7 +79,7 @@ class Planner:
         queues = self._queues
         if self._speculation is not None and self._waits(self._speculation):
             return None
-        rows = PlanRows(queues.table, self._max_num_tokens)
+        rows = PlanRows(queues.table)
         self._memory.start_plan()
         self._fill(rows)
         while not rows and len(queues.running) > 1 and not any(map(_awaits, queues.running_rows.seqs)):
@@ -108,7 +111,8 @@ class Planner:
             for place in np.flatnonzero(~decodes).tolist():
                 decodes[place] = self._may_decode(running.seqs[place], lacking, rows)
         rows.count_decoding()
-        rows.leave(self._num_prompt_tokens(rows.num_tokens, rows.budget, lacking))
+        waits = rows.num_tokens > 0 or self._somebody_waits(running, lacking)
+        rows.leave(self._num_prompt_tokens(rows.num_tokens, lacking, may_be_large=not waits))
         for seq in lacking:
             if seq.status is RUNNING and rows.budget:
                 self._plan_chunk(seq, rows)
@@ -123,31 +127,61 @@ class Planner:
                     self._plan_chunk(seq, rows)
             lacking += [seq for seq in admitted if self._queues.num_pages_due(seq)]
 
-    def _num_prompt_tokens(self, num_taken: int, budget: int, lacking: list[Sequence]) -> int:
+    def _somebody_waits(self, running: RunningRows, lacking: list[Sequence]) -> bool:
+        """Whether some sequence, of which none decodes in this step, has begun to answer and waits for its next token.
+
+        It may wait for a mask, for a page, or for the host to choose its beams, and would come with the next step. Who
+        was preempted may come back with this one. But those that lack more than a token wait for nothing but the
+        device, and who is at its limit waits for nothing.
+
+        Args:
+          running: those that run, as the plan found them.
+          lacking: those of them that lack more than a token.
+        """
+        if self._max_step_tokens == self._max_num_tokens:
+            return True  # it is all the same, and this is done for each step
+        chunks = {*lacking}
+        ended = (0 < seq.limit <= seq.num_tokens for seq in running.seqs if seq not in chunks)
+        return bool(self._queues.preempted) or not all(ended)
+
+    def _num_prompt_tokens(self, num_taken: int, lacking: list[Sequence], *, may_be_large: bool) -> int:
         """How many tokens of prompts a step takes, at the most.
 
         A step is padded to a compiled size. Where somebody has to wait for a turn anyway, prompts are cut so that the
         step fills such a size, unless that would leave out more than half of what could be computed: what is left out
-        comes with the next step, and costs nobody but the one who is cut. What is found in the cache is not known yet;
-        it may leave the step smaller than expected, and so padded.
+        comes with the next step, and costs nobody but the one who is cut. A step that is larger than the ordinary
+        budget always fills one: it computes hardly more tokens a second than two smaller ones, so what it gains would
+        be lost by little padding. What is found in the cache is not known yet; it may leave the step smaller than
+        expected, and so padded.
 
         Args:
           num_taken: tokens of decoding rows.
-          budget: tokens that are left beside them.
           lacking: sequences that run and lack more than a token.
+          may_be_large: whether the step may have `max_num_prefill_tokens`.
         """
-        queues = self._queues
+        queues, budget = self._queues, self._max_num_tokens - num_taken
+        most = self._max_step_tokens if may_be_large else budget
         wanted = sum(min(seq.num_tokens - seq.num_computed_tokens, self._chunk) for seq in lacking)
-        free = queues.num_free_rows
+        free, all_come = queues.num_free_rows, True
         for group in itertools.chain(queues.preempted, queues.waiting):
+            if group.awaits_mask:
+                continue  # it comes with none of these tokens, and takes nobody's turn
             free -= group.request.params.num_sequences
-            if free < 0 or group.num_pages_lacking or wanted >= budget:
-                break  # this one waits
+            if free < 0 or group.num_pages_lacking or wanted >= most:
+                all_come = False  # this one waits
+                break
             seq = group.live[0]
             wanted += min(seq.num_tokens - seq.num_computed_tokens, self._chunk)
-        else:
+        wanted = min(wanted, most)
+        fitting = [size - num_taken for size in self._token_buckets if size <= num_taken + wanted]
+        if wanted > budget:
+            if not self._token_buckets:
+                return most
+            if fitting and fitting[-1] > budget:
+                return fitting[-1]
+            wanted, all_come = budget, False  # what is left out waits, be there others or not
+        if all_come:
             return budget
-        fitting = [size - num_taken for size in self._token_buckets if size <= num_taken + min(wanted, budget)]
         return fitting[-1] if fitting and 0 < wanted <= 2 * fitting[-1] else budget
 
     def _waits(self, speculation: Speculation) -> bool:

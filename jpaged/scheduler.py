@@ -106,7 +106,7 @@ class Scheduler:
         self._config, self._memory = config, memory
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_ids = Counter(dict.fromkeys(self._eos_token_ids, 1))  # of any request that is served
-        self._chunk = min(config.max_chunk_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._chunk = min(config.max_chunk_tokens or config.max_step_tokens, config.max_step_tokens)
         self._limits = Limits(memory, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, chunk=self._chunk)
         self._queues = queues = GroupQueues(config, memory, chunk=self._chunk, costs=costs)
         self._beams = BeamSteps(queues)

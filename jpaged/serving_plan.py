@@ -22,13 +22,19 @@ from jpaged.config import (
     CacheConfig,
     EngineConfig,
     SchedulerConfig,
-    default_token_buckets,
 )
 from jpaged.division import Division
 from jpaged.errors import ConfigError
 from jpaged.model_bytes import WEIGHT_ITEMSIZES, kv_bytes_per_page, weight_bytes
 from jpaged.models.config import LlamaConfig
-from jpaged.serving_sizes import attention_of, decode_steps, default_page_size, page_buckets, token_budget
+from jpaged.serving_sizes import (
+    attention_of,
+    decode_steps,
+    default_page_size,
+    page_buckets,
+    prefill_budget,
+    token_budget,
+)
 from jpaged.step_bytes import (
     can_divide,
     divided,
@@ -40,6 +46,7 @@ from jpaged.step_bytes import (
     stored_weight_bytes,
     temporary_bytes,
 )
+from jpaged.token_buckets import default_token_buckets
 
 _RESERVE: Final = {
     "tpu": 0.01,
@@ -60,6 +67,8 @@ class Wishes:
       kv_dtype: of the pages. `None`: that of the weights.
       page_size, num_pages, memory_fraction: see `CacheConfig`.
       max_model_len, max_num_seqs, max_num_batched_tokens: see `SchedulerConfig`.
+      max_num_prefill_tokens: likewise. `None`: by the chip if neither `max_num_batched_tokens` nor `token_buckets` were
+        asked for, else none.
       token_buckets: see `EngineConfig`.
     """
 
@@ -72,6 +81,7 @@ class Wishes:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_prefill_tokens: int | None = None
     token_buckets: tuple[int, ...] | None = None
 
 
@@ -190,7 +200,12 @@ def _check(wishes: Wishes, dtype: str, kv_dtype: str, config: LlamaConfig) -> No
         budget = max(rows, SchedulerConfig.max_num_batched_tokens) if isinstance(rows, int) else rows
     elif wishes.max_num_seqs is None and isinstance(budget, int):
         rows = max(min(rows, budget), 1)
-    SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=wishes.max_model_len)
+    SchedulerConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_num_prefill_tokens=wishes.max_num_prefill_tokens,
+        max_model_len=wishes.max_model_len,
+    )
     known = config.max_position_embeddings
     if wishes.max_model_len is not None and wishes.max_model_len > known:
         raise ConfigError(f"max_model_len is {wishes.max_model_len}, but the model knows positions up to {known}")
@@ -224,8 +239,11 @@ class _Planner:
         tpu, part = chip.platform == "tpu", divided(config, degree)
         page_size = wishes.page_size or default_page_size(part, self.kv_dtype, chip)
         budget = wishes.max_num_batched_tokens or token_budget(rows, chip)
-        tokens = wishes.token_buckets or default_token_buckets(rows, budget, chip.platform)
-        scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget)
+        prefill = wishes.max_num_prefill_tokens
+        if prefill is None and wishes.max_num_batched_tokens is None and wishes.token_buckets is None:
+            prefill = prefill_budget(budget, chip)
+        scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_num_prefill_tokens=prefill)
+        tokens = wishes.token_buckets or default_token_buckets(rows, budget, chip.platform, prefill)
         asked = wishes.max_model_len or config.max_position_embeddings
         pages = page_buckets(rows, asked, page_size)
         weights = stored_weight_bytes(part, self.dtype, tiled=tpu, weights=wishes.weights)
@@ -264,7 +282,7 @@ class _Planner:
         elif wishes.num_pages is not None and wishes.num_pages > num_pages:
             objection = _lacking(memory, parts, {f"{wishes.num_pages:,} pages": wishes.num_pages * per_page})
         num_pages = 0 if objection else wishes.num_pages or num_pages
-        longest = min(asked, self._longest(num_pages, page_size, budget))
+        longest = min(asked, self._longest(num_pages, page_size, scheduler.max_step_tokens))
         if objection is None and wishes.max_model_len is not None and longest < wishes.max_model_len:
             objection = (
                 f"max_model_len is {wishes.max_model_len:,}, but the pages hold {longest:,} tokens; lower it, or take "
@@ -282,6 +300,7 @@ class _Planner:
             max_model_len=longest,
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
+            max_num_prefill_tokens=prefill,
             token_buckets=tokens,
             page_buckets=pages,
             decode_steps=steps,
@@ -292,14 +311,14 @@ class _Planner:
             objection=objection,
         )
 
-    def _longest(self, num_pages: int, page_size: int, budget: int) -> int:
+    def _longest(self, num_pages: int, page_size: int, chunk: int) -> int:
         """Tokens of the longest sequence: 5 % less than the pages hold, if these are not as many in the end.
 
         Any number, where pages are given back as they leave a window.
         """
         free = int(0.95 * max(num_pages - 1, 0)) if self.wishes.num_pages is None else max(num_pages - 1, 0)
         window = self.config.sliding_window
-        if window is not None and -(-(window + budget) // page_size) + 1 <= free:
+        if window is not None and -(-(window + chunk) // page_size) + 1 <= free:
             return self.config.max_position_embeddings
         return free * page_size
 

@@ -50,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--implementation", choices=["xla", "mosaic_gpu", "mosaic_tpu"])
     model.add_argument("--max-num-seqs", type=int, help="rows of a step (default: by the workloads, 512 at most)")
     model.add_argument("--token-budget", type=int, help="tokens of a step (default: by the chip)")
+    model.add_argument(
+        "--prefill-budget",
+        type=int,
+        metavar="TOKENS",
+        help="of a step in which no row waits for its next token (default: by the chip; with a --token-budget or "
+        "--token-buckets: those of any step)",
+    )
     model.add_argument("--token-buckets", metavar="T,...", help="padded sizes of a step (default: chosen)")
     load = result.add_argument_group("what is measured")
     load.add_argument("--workloads", default="together", metavar="NAME,...", help=f"all, {', '.join(workloads.NAMES)}")

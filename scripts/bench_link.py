@@ -41,6 +41,7 @@ class StandIn:
             num_pages=2,
             max_num_seqs=1 << 10,
             max_num_batched_tokens=1 << 10,
+            max_num_prefill_tokens=None,
             max_logprobs=0,
             prefix_cache=False,
             policy="fcfs",

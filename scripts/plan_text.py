@@ -73,7 +73,7 @@ def _sum_lines(plan: ServingPlan, one: Division) -> list[str]:
         "weights": f"{plan.config.num_parameters:,} in {_weights(plan)}{of} ({option})",
         "sampler's state": f"{one.max_num_seqs} sequences (--max-num-seqs)",
         "step's outputs": "logits and the like, kept from step to step",
-        "step's inputs": f"{one.max_num_batched_tokens:,} tokens, page table of {one.page_buckets[-1]:,} pages a row",
+        "step's inputs": f"{one.max_step_tokens:,} tokens, page table of {one.page_buckets[-1]:,} pages a row",
         "temporaries": "of the largest step; an estimate",
         "programs": f"{len(one.step_shapes)} compiled steps; an estimate",
         "reserve": "not used",
@@ -97,6 +97,8 @@ def _sum_lines(plan: ServingPlan, one: Division) -> list[str]:
 
 def _decisions(plan: ServingPlan, one: Division) -> dict[str, str]:
     holds = ", ".join(f"{one.sequences(length):,} of {length:,} tokens" for length in one.lengths())
+    prefill = one.max_num_prefill_tokens
+    of_prompts = "" if prefill is None else f", {prefill:,} of prompts alone (--max-num-prefill-tokens)"
     rows = {
         "page size": f"{one.page_size} tokens (--page-size)",
         "attention": one.attention,
@@ -104,7 +106,7 @@ def _decisions(plan: ServingPlan, one: Division) -> dict[str, str]:
         "tokens in pages": f"{one.num_replicas * one.token_capacity:,} (--num-pages, --memory-fraction, which is "
         f"{one.memory_fraction:g})",
         "at once": f"{one.max_num_seqs} sequences (--max-num-seqs), {one.max_num_batched_tokens:,} tokens a step "
-        "(--max-num-batched-tokens)",
+        f"(--max-num-batched-tokens){of_prompts}",
         "pages hold": f"{holds}, if no prefix is shared",
         "compiled steps": f"{len(one.step_shapes)}: {_steps(one)}",
     }
@@ -133,11 +135,12 @@ def _steps(one: Division) -> str:
     """The shapes; as many as all that is named before the widths of the page table, times these."""
     tokens, pages = (" ".join(map(str, sizes)) for sizes in (one.token_buckets, one.page_buckets))
     single = [shape for shape in one.step_shapes if shape.num_steps == 1]
-    of_largest = {shape.num_rows for shape in single if shape.num_tokens == one.token_buckets[-1]}
+    of_size = {size: {shape.num_rows for shape in single if shape.num_tokens == size} for size in one.token_buckets}
     several = {shape.num_rows for shape in one.step_shapes if shape.num_steps > 1}
     words = [f"tokens {tokens}"]
-    if fewer := sorted(of_largest)[:-1]:
-        words.append(f"the largest for {' '.join(map(str, fewer))} rows too")
+    for size, rows in of_size.items():
+        if fewer := sorted(rows)[:-1]:
+            words.append(f"that of {size} for {' '.join(map(str, fewer))} rows too")
     if several:
         words.append(f"{one.decode_steps} decode steps at once for {' '.join(map(str, sorted(several)))} rows")
     return "; ".join([*words, f"pages a row {pages}"])

@@ -108,6 +108,14 @@ class SizeOptions:
             help="Tokens of a step, prefill and decode together.", rich_help_panel=_ENGINE, show_default="by the chip"
         ),
     ] = None
+    max_num_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a step in which nobody waits for a next token.",
+            rich_help_panel=_ENGINE,
+            show_default="on a GPU twice as many, unless sizes of steps are given",
+        ),
+    ] = None
 
     token_buckets: serve_command.TokenBuckets = None
 

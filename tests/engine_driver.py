@@ -34,7 +34,7 @@ def make_engine_config(
 
 def give_gpu_shapes(monkeypatch: pytest.MonkeyPatch, *few_rows: int) -> None:
     """Engines that are made on a CPU then have the step shapes of a GPU: with prompt steps of few rows too."""
-    monkeypatch.setattr("jpaged.config._FEW_ROWS", few_rows)
+    monkeypatch.setattr("jpaged.token_buckets._FEW_ROWS", few_rows)
     of_platform = EngineConfig.step_shapes
     monkeypatch.setattr(EngineConfig, "step_shapes", lambda self, *sizes: of_platform(self, *sizes[:2], "gpu"))
 

@@ -51,6 +51,7 @@ class FakeEngine:
             num_pages=64,
             max_num_seqs=8,
             max_num_batched_tokens=64,
+            max_num_prefill_tokens=None,
             max_logprobs=20,
             prefix_cache=True,
             policy="fcfs",

@@ -59,6 +59,16 @@ def test_what_prompts_share_is_computed_and_read_once() -> None:
     assert COMPUTES.load_s(UNIT, load, max_num_seqs=3, budget=64) == (10 + 2 + 2) * 10 + 3 * 3 + 55 + 2 * (9 + 10)
 
 
+def test_a_load_at_the_roof_has_larger_steps_while_nobody_decodes() -> None:
+    load = Load("two", prompts=(24, 6), outputs=(1, 2))
+    small = READS.load_s(UNIT, load, max_num_seqs=8, budget=8)
+    large = READS.load_s(UNIT, load, max_num_seqs=8, budget=8, prefill_budget=24)
+    assert READS.load_s(UNIT, load, max_num_seqs=8, budget=8, prefill_budget=8) == small
+    # In three steps the first prompt's tokens are read again by each part that follows; in one they are not.
+    assert small == (100 + 8) + (100 + 16) + (100 + 24) + (100 + 6) + (100 + 7)
+    assert large == (100 + 24) + (100 + 6) + (100 + 7)
+
+
 def test_requests_in_turn_share_no_step() -> None:
     load = Load("alone", prompts=(4, 4), outputs=(2, 2), in_turn=True)
     assert READS.load_s(UNIT, load, max_num_seqs=8, budget=8) == 2 * ((100 + 4) + (100 + 5))
@@ -87,8 +97,29 @@ def test_the_engine_fits_every_workload() -> None:
     assert needs == Needs(rows=300, longest=4096 + 129)
     config = setup.make_config(needs, accelerator=ACCELERATORS["h200"])
     assert (config.scheduler.max_num_batched_tokens, config.token_buckets, config.recompile) == (2048, None, "error")
+    assert config.scheduler.max_num_prefill_tokens == 4096
     with pytest.raises(ConfigError, match="largest token bucket is 64, expected at least the budget, 512"):
         setup.make_config(needs, accelerator=ACCELERATORS["cpu"], buckets=[64])
+
+
+@pytest.mark.parametrize(
+    ("options", "budgets"),
+    [
+        ({}, (2048, 4096)),
+        ({"budget": 1024}, (1024, None)),  # as asked for, in every step
+        ({"budget": 1024, "prefill": 3072}, (1024, 3072)),
+        ({"prefill": 8192}, (2048, 8192)),
+        ({"buckets": [64, 2048]}, (2048, None)),
+        ({"buckets": [64, 2048, 4096], "prefill": 4096}, (2048, 4096)),
+    ],
+)
+def test_the_budget_of_prompts_is_chosen_unless_sizes_are_given(options: dict, budgets: tuple) -> None:
+    needs = Needs(rows=64, longest=128)
+    scheduler = setup.make_config(needs, accelerator=ACCELERATORS["h200"], **options).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_prefill_tokens) == budgets
+    if not options:
+        scheduler = setup.make_config(needs, accelerator=ACCELERATORS["v6e"]).scheduler
+        assert scheduler.max_num_prefill_tokens is None
 
 
 @pytest.mark.parametrize(

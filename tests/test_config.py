@@ -1,7 +1,6 @@
 """Settings: what is refused, and which step shapes follow from them."""
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +12,11 @@ from jpaged.config import (
     SchedulerConfig,
     SpeculationConfig,
     StepShape,
-    default_token_buckets,
 )
 from jpaged.errors import ConfigError
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+LARGER = dataclasses.replace(SMALL, max_num_prefill_tokens=32)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +45,12 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
             lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7),
             r"is 7, expected at least max_num_seqs \(8\)",
         ),
+        (
+            lambda: SchedulerConfig(max_num_prefill_tokens=511),
+            r"max_num_prefill_tokens is 511, expected an integer of at least max_num_batched_tokens \(512\), or None",
+        ),
+        (lambda: SchedulerConfig(max_num_prefill_tokens=1024.0), "max_num_prefill_tokens is 1024.0"),
+        (lambda: SchedulerConfig(max_num_batched_tokens=32, max_num_prefill_tokens=True), "tokens is True"),
         (lambda: SchedulerConfig(max_model_len=1), "max_model_len is 1, expected an integer of at least 2"),
         (lambda: SchedulerConfig(policy="lifo"), 'policy is \'lifo\', expected "fcfs" or "priority"'),
         (lambda: SchedulerConfig(priority_aging_s=0), "priority_aging_s is 0, expected a positive number of seconds"),
@@ -74,6 +79,7 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         ),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[]), r"token_buckets is \(\), expected ascending"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[8]), "the last at least 16"),
+        (lambda: EngineConfig(scheduler=LARGER, token_buckets=[16]), "the last at least 32"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 8]), r"token_buckets is \(16, 8\)"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 16]), r"token_buckets is \(16, 16\)"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[0, 16]), r"token_buckets is \(0, 16\)"),
@@ -126,6 +132,12 @@ def test_takes_the_ends_of_the_ranges():
     assert EngineConfig(cache=CacheConfig(host_pages=1), scheduler=scheduler).scheduler is scheduler
 
 
+def test_the_largest_step_is_that_of_the_larger_budget():
+    assert (SMALL.max_step_tokens, LARGER.max_step_tokens) == (16, 32)
+    assert dataclasses.replace(SMALL, max_num_prefill_tokens=16).max_step_tokens == 16
+    assert EngineConfig(scheduler=LARGER, token_buckets=[16, 32]).token_buckets == (16, 32)
+
+
 def test_defaults_are_valid_and_frozen():
     config = EngineConfig()
     assert config.step_shapes(2048, page_size=16)[-1] == StepShape(512, 32, 128)
@@ -160,22 +172,6 @@ def test_page_buckets_must_hold_the_longest_sequence():
         config.step_shapes(65, page_size=16)
 
 
-@settings(deadline=None, database=None, max_examples=50)
-@given(seqs=st.integers(1, 300), more=st.integers(0, 9000))
-def test_default_token_buckets_waste_at_most_three_quarters(seqs, more):
-    for platform, least in (("cpu", 1), ("tpu", min(seqs, 8)), ("gpu", 1)):
-        buckets = default_token_buckets(seqs, seqs + more, platform)
-        assert list(buckets) == sorted(set(buckets))
-        assert (buckets[0], buckets[-1]) == (least, seqs + more)
-        assert seqs in buckets  # a step in which everybody decodes is not padded
-        if platform == "gpu":  # small steps take as long as they take to read the weights
-            assert all(large <= 2 * max(small, 32) for small, large in itertools.pairwise(buckets))
-            decode = [size for size in buckets if 64 <= size <= seqs]
-            assert all(2 * large <= 3 * small for small, large in itertools.pairwise(decode) if small > 64)
-        else:
-            assert all(large <= 4 * small for small, large in itertools.pairwise(buckets))
-
-
 def test_steps_are_those_of_the_platform_unless_they_are_given():
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256))
     shapes = [(shape.num_tokens, shape.num_rows) for shape in config.step_shapes(64, 16, "gpu")]
@@ -185,8 +181,37 @@ def test_steps_are_those_of_the_platform_unless_they_are_given():
 
 
 @pytest.mark.parametrize(
+    ("prefill", "platform", "added"),
+    [
+        (512, "gpu", {512: [64, 128]}),
+        (1024, "gpu", {512: [64, 128], 1024: [64, 128]}),
+        (256, "gpu", {}),
+        (512, "cpu", {512: [128]}),
+        (1024, "tpu", {1024: [128]}),
+    ],
+)
+def test_a_budget_of_prompts_adds_steps_and_changes_no_other(prefill, platform, added):
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=256))
+    without = config.step_shapes(64, 16, platform)
+    larger = dataclasses.replace(config.scheduler, max_num_prefill_tokens=prefill)
+    shapes = dataclasses.replace(config, scheduler=larger).step_shapes(64, 16, platform)
+    assert shapes == (*without, *(StepShape(t, s, 4) for t, rows in added.items() for s in rows))
+
+
+def test_only_the_ordinary_budget_has_all_small_numbers_of_rows():
+    scheduler = SchedulerConfig(max_num_seqs=512, max_num_batched_tokens=2048, max_num_prefill_tokens=4096)
+    shapes = EngineConfig(scheduler=scheduler).step_shapes(64, 16, "gpu")
+    found = {t: [shape.num_rows for shape in shapes if shape.num_tokens == t] for t in (1024, 2048, 4096)}
+    assert found == {1024: [512], 2048: [64, 256, 512], 4096: [64, 512]}
+
+
+@pytest.mark.parametrize(
     ("num_seqs", "rows"),
-    [(300, [1, 8, 32, 64, 128, 192, 256]), (256, [1, 8, 32, 64, 128, 192, 256]), (100, [1, 8, 32, 64, 100])],
+    [
+        (300, [1, 8, 32, 64, 128, 160, 192, 224, 256]),
+        (256, [1, 8, 32, 64, 128, 160, 192, 224, 256]),
+        (100, [1, 8, 32, 64, 100]),
+    ],
 )
 def test_several_steps_are_for_up_to_256_rows(num_seqs, rows):
     scheduler = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048)
@@ -247,17 +272,20 @@ def test_few_rows_have_no_shape_where_all_rows_of_the_largest_step_may_guess():
 @given(
     seqs=st.integers(1, 100),
     more=st.integers(0, 500),
+    larger=st.sampled_from((None, 0, 1, 300)),
     max_model_len=st.integers(2, 4096),
-    num_tokens=st.integers(1, 564),
+    num_tokens=st.integers(1, 864),
     num_rows=st.integers(1, 100),
     page_size=st.sampled_from((8, 16, 128)),
     platform=st.sampled_from(("cpu", "gpu")),
 )
-def test_every_plan_fits_some_step_shape(seqs, more, max_model_len, num_tokens, num_rows, page_size, platform):
-    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=seqs + more))
+def test_every_plan_fits_some_step_shape(seqs, more, larger, max_model_len, num_tokens, num_rows, page_size, platform):
+    prefill = None if larger is None else seqs + more + larger
+    scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=seqs + more, max_num_prefill_tokens=prefill)
+    config = EngineConfig(scheduler=scheduler)
     shapes = config.step_shapes(max_model_len, page_size, platform)
     assert list(shapes) == sorted(shapes, key=lambda s: (s.num_tokens, s.num_rows, s.pages_per_row))
-    num_tokens = min(num_tokens, seqs + more)
+    num_tokens = min(num_tokens, scheduler.max_step_tokens)
     num_rows = min(num_rows, seqs, num_tokens)  # each row has at least one token
     size = next(shape.num_tokens for shape in shapes if shape.num_tokens >= num_tokens)
     shape = next(shape for shape in shapes if shape.num_tokens == size and shape.num_rows >= num_rows)

@@ -65,5 +65,8 @@ def test_the_engine_describes_itself(engine):
     info = engine.info
     assert (info.page_size, info.num_pages, info.max_model_len, info.vocab_size) == (PAGE, 64, 128, 64)
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.policy) == (4, 32, "fcfs")
+    assert info.max_num_prefill_tokens is None
+    other = make_engine(tiny_llama(), scheduler={"max_num_prefill_tokens": 48}, token_buckets=(48,))
+    assert (other.info.max_num_batched_tokens, other.info.max_num_prefill_tokens) == (32, 48)
     assert (info.implementation, info.dtype, info.device) == ("xla", "float32", "cpu")
     assert not info.has_tokenizer

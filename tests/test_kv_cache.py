@@ -93,6 +93,35 @@ def test_what_the_steps_of_a_gpu_write_over_is_left_free(model, monkeypatch):
     assert num_pages("tpu") - num_pages("gpu") in (kept // per_page, kept // per_page + 1)
 
 
+def test_the_larger_budget_of_prompts_is_planned_for(model, monkeypatch):
+    first, *others = model_weights(model)
+    device = FakeDevice(limit=1 << 30, used=0, platform="gpu")
+    fake = SimpleNamespace(devices=lambda: {device}, dtype=first.dtype, shape=first.shape, size=first.size)
+    monkeypatch.setattr("jpaged.kv_cache.model_weights", lambda model: [fake, *others])
+
+    def num_pages(prefill: int | None) -> int:
+        scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_num_prefill_tokens=prefill)
+        config = EngineConfig(cache=CacheConfig(page_size=8), scheduler=scheduler, decode_steps=1)
+        return fit_engine(model, config).pool_plan.num_pages
+
+    per_page = plan(model, num_pages=2).bytes_per_page
+    # Hidden states of 64, 128, 256 and 512 tokens more, which are 32 wide.
+    kept = 4 * 32 * (64 + 128 + 256 + 512)
+    assert num_pages(None) - num_pages(512) in (kept // per_page, kept // per_page + 1)
+
+
+def test_beside_a_window_there_is_room_for_the_largest_chunk():
+    model = FakeModel((2, 8))
+    model.sliding_window = 64  # type: ignore[attr-defined]
+
+    def longest(prefill: int | None) -> int:
+        scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_num_prefill_tokens=prefill)
+        options = {"dtype": "float32", "implementation": "xla", "device": jax.devices("cpu")[0]}
+        return plan_pool(model, CacheConfig(page_size=8, num_pages=12), scheduler, **options).max_model_len
+
+    assert [longest(prefill) for prefill in (None, 16, 32)] == [256, 256, 88]
+
+
 def test_several_steps_are_decoded_at_once_where_the_device_is_sooner_done_than_the_host(model, monkeypatch):
     assert [choose_decode_steps(model, platform) for platform in ("gpu", "cpu", "tpu")] == [4, 1, 1]
     size = sum(weight.nbytes for weight in model_weights(model))

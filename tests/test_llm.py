@@ -115,6 +115,14 @@ def test_guesses_are_an_option(model, llm, tokenizer):
     assert llm.engine.config.speculation is None
 
 
+def test_both_budgets_of_a_step_are_options(model, tokenizer):
+    larger = LLM(model, tokenizer=tokenizer, max_num_prefill_tokens=48, **SIZES)
+    scheduler = larger.engine.config.scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_prefill_tokens) == (32, 48)
+    with pytest.raises(ConfigError, match="max_num_prefill_tokens is 31"):
+        LLM(model, tokenizer=tokenizer, max_num_prefill_tokens=31, **SIZES)
+
+
 def test_chat_uses_the_template(llm, tokenizer):
     messages = [{"role": "user", "content": "hello"}]
     (output,) = llm.chat(messages, GREEDY)

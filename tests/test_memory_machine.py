@@ -39,6 +39,9 @@ CONFIGS = st.fixed_dictionaries(
         "prefix_cache": st.sampled_from([True, True, True, False]),
         "max_num_seqs": st.integers(4, 8),
         "budget": st.integers(8, 20),
+        "larger": st.sampled_from(
+            [4, None, 16, 8, 0]
+        ),  # than it is the budget of steps in which nobody waits for a token
         "max_model_len": st.integers(20, 40),
         "max_chunk_tokens": st.sampled_from([None, 3, 1]),
         "max_passes": st.sampled_from([32, 2, 0]),
@@ -78,6 +81,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def make(self, config: dict[str, Any], depth: int, requests: list[dict[str, Any]]) -> None:
         config = dict(config)
         config["num_pages"] = 2 + int(config.pop("pool") * config["max_model_len"]) // config["page_size"]
+        larger, self.largest = config.pop("larger"), config["budget"]
+        if larger is not None:
+            self.largest += larger
+            config["max_num_prefill_tokens"] = self.largest
         note(f"{config}, {depth=}")
         self.config, self.depth, self.counts = config, depth, Counter()
         # For "auto": swaps what has three tokens more than pages.
@@ -85,7 +92,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(**config, costs=costs)
         self.driver = Driver(self.scheduler)
         self.memory, self.allocator = self.driver.memory, self.driver.memory.allocator
-        self.chunk = min(config["max_chunk_tokens"] or config["budget"], config["budget"])
+        self.chunk = min(config["max_chunk_tokens"] or self.largest, self.largest)
         self.ids = itertools.count()
         self.live: list[SequenceGroup] = []  # in the order of arrival
         self.pinned: list[str] = []  # names that were not unpinned
@@ -138,6 +145,7 @@ class MemoryMachine(RuleBasedStateMachine):
         running = self.scheduler.running
         computed = {seq: seq.num_computed_tokens for group in self.live for seq in group.seqs}
         fresh = {group for group in self.live if not group.num_preemptions and group not in self.versions}
+        budget = self.budget(running)
         plan = self.driver.dispatch()
         self.counts["steps"] += 1
         if plan is None:
@@ -146,7 +154,7 @@ class MemoryMachine(RuleBasedStateMachine):
         else:
             preempted = [group.request.request_id for group in plan.preempted]
             note(f"plan {[(*name(row.seq), *row[1:]) for row in plan.rows]} {tuple(plan.transfers)} {preempted=}")
-            self.check_plan(plan, running, computed, fresh)
+            self.check_plan(plan, running, computed, fresh, budget)
         self.state_is_sound()
         return plan
 
@@ -262,12 +270,23 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------ what must hold
 
-    def check_plan(self, plan: StepPlan, running: tuple[SequenceGroup, ...], computed: dict, fresh: set) -> None:
+    def budget(self, running: tuple[SequenceGroup, ...]) -> int:
+        """Of the next step: the larger one only if nobody who has begun to answer waits for a token."""
+        for seq in (seq for group in running for seq in group.live):
+            is_done = seq.group.beam is None and seq.num_tokens >= seq.group.limit
+            if seq.num_output_tokens and seq.num_tokens - seq.num_computed_tokens <= 1 and not is_done:
+                return self.config["budget"]
+        preempted = any(group.num_preemptions for group in self.scheduler.waiting)
+        return self.config["budget"] if preempted else self.largest
+
+    def check_plan(
+        self, plan: StepPlan, running: tuple[SequenceGroup, ...], computed: dict, fresh: set, budget: int
+    ) -> None:
         rows = list(plan.rows)
         assert rows or any(plan.transfers)
         assert rows or not plan.admitted
         assert len({row.seq for row in rows}) == len(rows) <= self.config["max_num_seqs"]
-        assert plan.num_tokens == sum(row.num_tokens for row in rows) <= self.config["budget"]
+        assert plan.num_tokens == sum(row.num_tokens for row in rows) <= budget
         shape = [0 if row.num_tokens == 1 else 1 if row.num_tokens else 2 for row in rows]
         assert shape == sorted(shape)
         assert shape.count(0) == plan.num_decode
@@ -288,7 +307,7 @@ class MemoryMachine(RuleBasedStateMachine):
         # Who could go on does, as far as the budget goes, unless pages came free behind it or the step is cut to fit.
         idle = {*self.scheduler.running_seqs} - {*plan.seqs}
         came_free = plan.preempted or self.config["sliding_window"]
-        is_full = plan.num_tokens in (self.config["budget"], *self.config["token_buckets"])
+        is_full = plan.num_tokens in (self.config["budget"], self.largest, *self.config["token_buckets"])
         for seq in idle if not is_full and not came_free else ():
             lacks, group = seq.num_tokens - seq.num_computed_tokens, seq.group
             waits = seq.num_pending and (group.beam is not None or seq.num_tokens >= group.limit)
@@ -304,6 +323,7 @@ class MemoryMachine(RuleBasedStateMachine):
             rows=len(rows),
             transfers=sum(map(len, plan.transfers)),
             forks=shape.count(2),
+            large_steps=plan.num_tokens > self.config["budget"],
             resumed=len({seq.group for seq in plan.admitted if seq.group.num_preemptions}),
         )
 
@@ -397,4 +417,5 @@ def test_the_machine_met_what_it_is_for(capsys):
         with capsys.disabled():
             print("\n" + ", ".join(f"{count:,} {what}" for what, count in sorted(totals.items())))
     wanted = {"preemptions", "swaps", "resumed", "hit_tokens", "copies", "evictions", "forks", "weight_changes", "hits"}
+    wanted.add("large_steps")
     assert not {what for what in wanted if not totals[what]}, f"{totals['steps']} steps lack these"

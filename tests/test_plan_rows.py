@@ -14,7 +14,8 @@ class Run:
 
     def __init__(self, max_num_tokens: int) -> None:
         self.table = RunningTable(num_entries=8)
-        self.rows = PlanRows(self.table, max_num_tokens)
+        self.rows = PlanRows(self.table)
+        self.rows.leave(max_num_tokens)
         self.seqs: list[Sequence] = []
 
     def add(self, num_prompt: int, num_computed: int = 0) -> Sequence:
@@ -84,7 +85,7 @@ def test_the_device_knows_what_it_sampled_itself():
     run.decode(seq, other)
     run.rows.count_decoding()
     assert run.rows.build(PageTransfers()).from_device.tolist() == [False, False]
-    run.rows = PlanRows(run.table, 8)
+    run.rows = PlanRows(run.table)
     seq.tokens.append(7)  # it was read, which changes nothing
     run.decode(seq, other)
     run.rows.count_decoding()
@@ -111,3 +112,18 @@ def test_decoding_rows_can_be_taken_back_and_others_hold_their_group():
     assert rows
     plan = rows.build(PageTransfers())
     assert (plan.seqs, plan.starts.tolist(), plan.q_lens.tolist(), plan.num_decode) == ([chunk], [0], [2], 0)
+
+
+def test_what_is_left_is_beside_the_rows_so_far():
+    run = Run(8)
+    rows, first, second, chunk = run.rows, run.add(4, 3), run.add(5, 4), run.add(9)
+    run.decode(first, second)
+    rows.count_decoding()
+    assert (rows.num_tokens, rows.budget) == (2, 6)
+    rows.leave(20)  # more than before
+    assert (rows.num_tokens, rows.budget) == (2, 20)
+    rows.leave(5)
+    rows.add(chunk, 4, samples=False)
+    assert (rows.num_tokens, rows.budget) == (6, 1)
+    rows.drop_decoding(first.group)
+    assert (rows.num_tokens, rows.budget) == (5, 2)

@@ -224,6 +224,17 @@ def test_the_page_names_every_setting_and_only_options_that_exist():
     assert shown <= known
 
 
+def test_the_budget_of_prompts_is_an_option(run, here, served):
+    here("cpu")
+    assert run("SmolLM2-135M", "--load-format", "dummy", "--max-num-prefill-tokens", "1024").exit_code == 0
+    [(_, recipe, _, _)] = served
+    scheduler = recipe["config"].scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_prefill_tokens) == (512, 1024)
+    for options, prefill in (((), 4096), (("--max-num-batched-tokens", "2048"), None)):
+        planned = run("SmolLM2-135M", "--dry-run", "--json", "--topology", "h200", *options)
+        assert json.loads(planned.stdout)["chosen"]["max_num_prefill_tokens"] == prefill
+
+
 def test_a_shape_is_served_without_weights(run, here, served):
     here("cpu")
     done = run("SmolLM2-135M", "--load-format", "dummy", "--token-buckets", "32,512")

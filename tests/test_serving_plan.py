@@ -101,11 +101,51 @@ def test_a_core_of_a_chip_of_two_is_a_device():
 
 def test_steps_of_few_rows_are_planned_for_too():
     few, many = (plan("Llama-3.1-8B", "h200", max_num_seqs=rows).chosen for rows in (64, 256))
-    of_largest = [{shape.num_rows for shape in one.step_shapes if shape.num_tokens == 2048} for one in (few, many)]
-    assert of_largest == [{64}, {64, 256}]
+    for size in (2048, 4096):
+        of_size = [{shape.num_rows for shape in one.step_shapes if shape.num_tokens == size} for one in (few, many)]
+        assert of_size == [{64}, {64, 256}]
     for one in (few, many):
         assert one.parts["programs"] == 8_000_000 * len(one.step_shapes)
-        assert one.as_dict()["step_shapes"][-1] == f"T2048 S{one.max_num_seqs} P{one.page_buckets[-1]}"
+        assert one.as_dict()["step_shapes"][-1] == f"T4096 S{one.max_num_seqs} P{one.page_buckets[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("topology", "wishes", "prefill"),
+    [
+        ("h200", {}, 4096),
+        ("h200", {"max_num_seqs": 4096}, 8192),  # twice what it takes for so many rows
+        ("h200", {"max_num_batched_tokens": 2048}, None),
+        ("h200", {"token_buckets": (64, 2048)}, None),  # which need not hold more
+        ("h200", {"max_num_batched_tokens": 1024, "max_num_prefill_tokens": 3000}, 3000),
+        ("h200", {"max_num_prefill_tokens": 2048}, 2048),
+        ("v6e-1", {}, None),
+        ("v6e-1", {"max_num_prefill_tokens": 4096}, 4096),
+        ("cpu", {}, None),
+    ],
+)
+def test_prompts_alone_have_a_larger_budget_on_a_gpu_unless_sizes_are_given(topology, wishes, prefill):
+    one = plan("Llama-3.2-1B", topology, **{"max_num_seqs": 64} | wishes).chosen
+    scheduler = engine_config(one).scheduler
+    assert one.max_num_prefill_tokens == scheduler.max_num_prefill_tokens == prefill
+    assert one.as_dict()["max_num_prefill_tokens"] == prefill
+    assert one.max_step_tokens == scheduler.max_step_tokens == one.token_buckets[-1]
+    assert max(shape.num_tokens for shape in one.step_shapes) == one.token_buckets[-1]
+
+
+def test_memory_is_planned_for_the_largest_step():
+    sizes = {"max_num_batched_tokens": 2048}
+    small, large = (plan("Llama-3.1-8B", "h200", **sizes, max_num_prefill_tokens=n) for n in (None, 4096))
+    for part in ("step's inputs", "temporaries", "programs", "step's outputs"):
+        assert large.chosen.parts[part] > small.chosen.parts[part]
+    assert large.chosen.num_pages < small.chosen.num_pages
+    config = model_shape("mistral-7b-v0.1")  # its window of 4,096 tokens and a chunk must fit
+
+    def longest(**wishes) -> int:
+        sizes = {"num_pages": 60, "page_size": 128, "max_num_batched_tokens": 2048} | wishes
+        return plan_serving("m", config, parse_topology("h200"), Wishes(**sizes)).chosen.max_model_len
+
+    assert longest() == config.max_position_embeddings
+    assert longest(max_num_prefill_tokens=4096) == 59 * 128
 
 
 # Of Llama-3.1-8B in 8 bits the floating-point weights alone, the tables and norms, would be few enough for four steps.
@@ -131,7 +171,7 @@ def test_the_steps_of_a_gpu_are_those_that_its_engine_would_choose(model, wishes
     assert config.decode_steps == steps
     assert config.step_shapes(one.max_model_len, one.page_size, "gpu") == one.step_shapes
     several = [(shape.num_rows, shape.pages_per_row) for shape in one.step_shapes if shape.num_steps > 1]
-    rows = [1, 8, 32, 64, 128, 192, 256] if steps > 1 else []
+    rows = [1, 8, 32, 64, 128, 160, 192, 224, 256] if steps > 1 else []
     assert several == [(n, pages) for n in rows for pages in one.page_buckets]
     assert one.parts["programs"] == 8_000_000 * len(one.step_shapes)
     assert one.as_dict()["decode_steps"] == steps
@@ -179,6 +219,9 @@ def test_wishes_are_kept():
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "at least max_num_seqs"),
+        ({"max_num_batched_tokens": 640, "max_num_prefill_tokens": 639}, "max_num_prefill_tokens is 639"),
+        ({"max_num_prefill_tokens": 511}, r"at least max_num_batched_tokens \(512\), or None"),
+        ({"max_num_prefill_tokens": "many"}, "max_num_prefill_tokens is 'many'"),
     ],
 )
 def test_wishes_out_of_range_are_refused(wishes, why):

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jpaged.accelerators import ACCELERATORS
-from jpaged.config import EngineConfig, SchedulerConfig, default_token_buckets
+from jpaged.config import EngineConfig, SchedulerConfig
 from jpaged.kv_cache import default_page_size as engine_page_size
 from jpaged.models import Llama
 from jpaged.pallas_kernels import PageSpec
@@ -15,9 +15,11 @@ from jpaged.serving_sizes import (
     attention_of,
     default_page_size,
     page_buckets,
+    prefill_budget,
     token_budget,
     tpu_kernel_takes,
 )
+from jpaged.token_buckets import default_token_buckets
 from tests.fakes import tiny_config
 
 SHAPES = list(itertools.product((1, 3, 8), (32, 64, 96, 128, 256)))
@@ -65,6 +67,14 @@ def test_every_step_has_a_bucket(name, rows):
         assert rows in buckets
         if chip.platform == "tpu":
             assert buckets[0] >= min(rows, 8)
+
+
+@pytest.mark.parametrize("name", list(ACCELERATORS))
+def test_steps_in_which_nobody_decodes_are_larger_on_gpus_alone(name):
+    chip = ACCELERATORS[name]
+    for rows in (8, 256, 5000):
+        budget = token_budget(rows, chip)
+        assert prefill_budget(budget, chip) == (2 * budget if chip.platform == "gpu" else None)
 
 
 @pytest.mark.parametrize(("rows", "length", "size"), [(1, 2, 16), (32, 8192, 64), (256, 131072, 64), (256, 131000, 16)])

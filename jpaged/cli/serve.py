@@ -149,6 +149,14 @@ def serve(
             help="Tokens of a step, prefill and decode together.", rich_help_panel="Engine", show_default="512"
         ),
     ] = None,
+    max_num_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a step in which nobody waits for a next token.",
+            rich_help_panel="Engine",
+            show_default="as of any",
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="Who is served first: fcfs, or priority.", rich_help_panel="Engine")
     ] = "fcfs",
@@ -173,7 +181,8 @@ def serve(
     Ends in order at SIGTERM or Ctrl-C: what runs may end within --drain-timeout-s, nothing new begins. A second one
     ends at once. What is asked for and how it went is told to standard error, one JSON object a line, without prompts.
     """
-    config = _engine_config(engine, max_num_seqs, max_num_batched_tokens, policy, warmup)
+    budgets = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_prefill_tokens": max_num_prefill_tokens}
+    config = _engine_config(engine, max_num_seqs, budgets, policy, warmup)
     config = replace(config, token_buckets=parsed_buckets(token_buckets))
     served = server.config(models or [model])
     with listener_of(served) as listener:
@@ -273,12 +282,11 @@ def require_extra() -> None:
 
 
 def _engine_config(
-    asked: options.EngineOptions, max_num_seqs: int, max_num_batched_tokens: int | None, policy: str, warmup: str
+    asked: options.EngineOptions, max_num_seqs: int, budgets: dict[str, int | None], policy: str, warmup: str
 ) -> EngineConfig:
     config = asked.config(max_num_seqs=max_num_seqs)
-    changed: dict[str, Any] = {"policy": policy}
-    if max_num_batched_tokens is not None:
-        changed["max_num_batched_tokens"] = max_num_batched_tokens
+    changed: dict[str, Any] = {name: budget for name, budget in budgets.items() if budget is not None}
+    changed["policy"] = policy
     return replace(config, scheduler=replace(config.scheduler, **changed), warmup=warmup)  # type: ignore[arg-type]
 
 
@@ -327,6 +335,8 @@ def say(text: str) -> None:
 def _decided(config: "ServerConfig", info: "EngineInfo") -> str:
     """What was decided, and by which option it changes."""
     tokens = (info.num_pages - 1) * info.page_size
+    prefill = info.max_num_prefill_tokens
+    of_prompts = "" if prefill is None else f", {prefill} of prompts alone (--max-num-prefill-tokens)"
     keys = f"{len(config.api_keys)} API keys" if config.api_keys else "no API key is needed (--api-key)"
     rows = {
         "model": ", ".join(config.models),
@@ -334,7 +344,7 @@ def _decided(config: "ServerConfig", info: "EngineInfo") -> str:
         "pages": f"{info.num_pages - 1:,} of {info.page_size} tokens in {info.dtype}: {tokens:,} tokens (--num-pages)",
         "context": f"{info.max_model_len:,} tokens of prompt and answer (--max-model-len)",
         "at once": f"{info.max_num_seqs} sequences (--max-num-seqs), {info.max_num_batched_tokens} tokens a step "
-        "(--max-num-batched-tokens)",
+        f"(--max-num-batched-tokens){of_prompts}",
         "order": "by priority" if info.policy == "priority" else "of arrival (--policy)",
         "prefix cache": "on" if info.prefix_cache else "off",
         "waiting": f"{config.max_requests:,} sequences at the most (--max-requests)",

@@ -208,7 +208,8 @@ def measure_load(bench: Bench, load: Load) -> dict[str, Any]:
     runs.sort(key=lambda run: run.wall_s)
     run, prompt_tokens, output_tokens = runs[(len(runs) - 1) // 2], sum(load.prompts), sum(load.outputs)
     limits = engine.config.scheduler
-    roof = bench.cost.load_s(bench.roofs, load, max_num_seqs=limits.max_num_seqs, budget=limits.max_num_batched_tokens)
+    budgets = {"budget": limits.max_num_batched_tokens, "prefill_budget": limits.max_num_prefill_tokens}
+    roof = bench.cost.load_s(bench.roofs, load, max_num_seqs=limits.max_num_seqs, **budgets)
     steps = max(run.spent("num_steps"), 1)
     results = {
         "requests": len(load.prompts),

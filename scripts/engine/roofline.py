@@ -71,7 +71,9 @@ class ModelCost:
         """
         return self.step_s(roofs, tokens=rows, rows=rows, kv_tokens=rows * context, pairs=rows * context)
 
-    def load_s(self, roofs: Roofs, load: Load, *, max_num_seqs: int, budget: int) -> float:
+    def load_s(
+        self, roofs: Roofs, load: Load, *, max_num_seqs: int, budget: int, prefill_budget: int | None = None
+    ) -> float:
         """Seconds of a workload at the roof, by the schedule of continuous batching with unbounded memory.
 
         Each step holds a token of every row that decodes, and prompt tokens up to the budget, in the order of arrival.
@@ -80,10 +82,12 @@ class ModelCost:
           load: the requests.
           max_num_seqs: rows of a step at the most.
           budget: tokens of a step at the most.
+          prefill_budget: of one in which nobody decodes; `None`: as many.
         """
         if load.in_turn:
             one = [Load(load.name, (p,), (o,)) for p, o in zip(load.prompts, load.outputs, strict=True)]
-            return sum(self.load_s(roofs, alone, max_num_seqs=1, budget=budget) for alone in one)
+            budgets = {"budget": budget, "prefill_budget": prefill_budget}
+            return sum(self.load_s(roofs, alone, max_num_seqs=1, **budgets) for alone in one)
         prompts, outputs = np.array(load.prompts), np.array(load.outputs)
         done = np.full(len(prompts), load.shared)  # the first one computes what all share
         done[0] = 0
@@ -92,7 +96,8 @@ class ModelCost:
             have, lacks = done[live], np.maximum(prompts[live] - done[live], 1)
             decodes = lacks == 1
             wants = np.where(decodes, 0, lacks)
-            room = budget - decodes.sum() - (np.cumsum(wants) - wants)
+            largest = budget if decodes.any() else prefill_budget or budget
+            room = largest - decodes.sum() - (np.cumsum(wants) - wants)
             taken = np.where(decodes, 1, np.clip(room, 0, wants))
             after, runs = have + taken, taken > 0
             pairs = (taken * have + taken * (taken + 1) / 2).sum()

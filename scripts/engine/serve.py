@@ -112,7 +112,7 @@ def exercise(engine: Engine) -> float:
             if (steps := several.get(size)) is not None:
                 _exercise_several(engine, size, steps)
             continue
-        tokens = min(size, scheduler.max_num_batched_tokens)
+        tokens = min(size, scheduler.max_step_tokens)
         count = max(min(-(-tokens // longest), num_rows), 1 + rows_before.get(size, 0))
         tokens = min(tokens, count * longest)
         rows_before[size] = num_rows

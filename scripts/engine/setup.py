@@ -16,7 +16,7 @@ from jpaged.errors import ConfigError
 from jpaged.fetch import fetch
 from jpaged.model_shapes import MODEL_SHAPES
 from jpaged.models import Llama, LlamaConfig, load_model, quantise
-from jpaged.serving_sizes import token_budget
+from jpaged.serving_sizes import prefill_budget, token_budget
 from jpaged.wheel_models import KNOWN_MODELS
 from scripts.engine.roofline import ModelCost
 from scripts.engine.workloads import Load
@@ -95,6 +95,7 @@ def make_config(
     *,
     accelerator: Accelerator,
     budget: int | None = None,
+    prefill: int | None = None,
     buckets: list[int] | None = None,
     cache: CacheConfig | None = None,
     implementation: str | None = None,
@@ -106,17 +107,24 @@ def make_config(
       needs: of the workloads.
       accelerator: the chip.
       budget, buckets, max_num_seqs: tokens of a step, its padded sizes and its rows; `None` chooses.
+      prefill: tokens of a step in which no row waits for its next token. `None`: by the chip if neither `budget` nor
+        `buckets` is given, else as many as of any step.
       cache, implementation: see `EngineConfig`.
 
     Raises:
       ConfigError: settings contradict each other.
     """
-    rows = max_num_seqs or needs.rows
+    rows, by_chip = max_num_seqs or needs.rows, budget is None and buckets is None
     budget = budget or token_budget(rows, accelerator)
     if buckets and buckets[-1] < budget:
         raise ConfigError(f"the largest token bucket is {buckets[-1]}, expected at least the budget, {budget}")
     return EngineConfig(
-        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=needs.longest),
+        scheduler=SchedulerConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_num_prefill_tokens=prefill_budget(budget, accelerator) if by_chip and prefill is None else prefill,
+            max_model_len=needs.longest,
+        ),
         cache=cache or CacheConfig(),
         token_buckets=buckets,
         implementation=implementation,  # type: ignore[arg-type]

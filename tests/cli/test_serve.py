@@ -26,6 +26,10 @@ from tests.cli.conftest import PATIENCE_S, SMALL, started
         (("--ssl-keyfile", __file__, "--ssl-certfile", __file__), "cannot be used"),
         (("--ssl-keyfile", "x"), "both --ssl-keyfile and --ssl-certfile"),
         (("--max-num-batched-tokens", "3"), "at least --max-num-seqs"),
+        (
+            ("--max-num-batched-tokens", "1024", "--max-num-prefill-tokens", "1023"),
+            "--max-num-prefill-tokens is 1023, expected an integer of at least --max-num-batched-tokens (1024)",
+        ),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(jpaged, options, words) -> None:
@@ -77,6 +81,7 @@ def ask(url: str, body: dict) -> dict:
 
 def test_serves_until_it_is_told_to_end(tiny_folder: Path) -> None:
     options = ("--port", "0", "--warmup", "lazy", "--no-progress", "--served-model-name", "tiny")
+    options += ("--max-num-batched-tokens", "256", "--max-num-prefill-tokens", "1024")
     with started("serve", tiny_folder, *options, *SMALL, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         told = []
@@ -86,6 +91,8 @@ def test_serves_until_it_is_told_to_end(tiny_folder: Path) -> None:
                 break
         url = told[-1].split()[-1]
         assert any("pages" in line and "--num-pages" in line for line in told)
+        budgets = "256 tokens a step (--max-num-batched-tokens), 1024 of prompts alone (--max-num-prefill-tokens)"
+        assert any(line.endswith(f"{budgets}\n") for line in told)
         answer = ask(f"{url}/v1/completions", {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0})
         assert answer["usage"]["completion_tokens"] == 3
         with pytest.raises(urllib.error.HTTPError, match="400"):

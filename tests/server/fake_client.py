@@ -25,6 +25,7 @@ INFO = EngineInfo(
     num_pages=65,
     max_num_seqs=8,
     max_num_batched_tokens=64,
+    max_num_prefill_tokens=None,
     max_logprobs=5,
     prefix_cache=True,
     policy="fcfs",
