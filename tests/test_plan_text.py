@@ -30,8 +30,8 @@ TOKENS = "tokens 1 8 32 64 128 160 192 224 256 512 1024 2048 4096"
             "Llama-3.1-8B",
             "h200",
             512,
-            "34: tokens 1 8 32 64 128 160 192 224 256 384 512 1024 2048 4096; that of 2048 for 64 256 rows too; that of "
-            "4096 for 64 rows too; pages a row 1024 8192",
+            "34: tokens 1 8 32 64 128 160 192 224 256 384 512 1024 2048 4096; that of 2048 for 64 256 rows too; that "
+            "of 4096 for 64 rows too; pages a row 1024 8192",
         ),
         ("Llama-3.1-8B", "v6e-1", 64, "6: tokens 8 32 64 256 1024 2048; pages a row 1858"),
     ],

@@ -48,6 +48,7 @@ def step(model: str, tokens: int, rows: int, num_steps: int = 1) -> StepCase:
 STEP_CASES: Final = {
     case.name: case
     for case in (
+        step("llama-3.1-8b", 4096, 64),
         step("llama-3.1-8b", 2048, 256),
         step("llama-3.1-8b", 256, 256),
         step("llama-3.1-8b", 32, 32),
