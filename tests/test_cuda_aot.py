@@ -146,6 +146,7 @@ def test_the_cases_of_ci_are_cases_and_the_programs_are_those_of_the_engine() ->
         scheduler = SchedulerConfig(
             max_num_seqs=max(shape.num_rows for shape in shapes),
             max_num_batched_tokens=2048,
+            max_num_prefill_tokens=4096,
             max_model_len=longest,
         )
         config = EngineConfig(scheduler=scheduler, decode_steps=max(shape.num_steps for shape in shapes))

@@ -25,7 +25,9 @@ _16BIT = {
     "dtype": "bfloat16",
     "page_dtype": "bfloat16",
 }
-_DECODE = {"q_lens": (1,) * 6, "kv_lens": (1, 15, 16, 17, 200, 1500)}
+# With two KV heads as many units as the H200's table leaves to the rules; steps of fewer rows are its own.
+_DECODE = {"q_lens": (1,) * 8, "kv_lens": (1, 15, 16, 17, 64, 65, 200, 1500)}
+_MANY = {"q_lens": (1,) * 32, "kv_lens": (1, 64, 65, 700) * 8}
 _MIXED = {"q_lens": (1, 1, 3, 70, 2), "kv_lens": (9, 300, 700, 170, 64), "pad_rows": 2, "pad_tokens": 5}
 
 
@@ -37,6 +39,10 @@ _PLAIN_SPECS = (
     spec("decode"),
     spec("decode_padded", pad_rows=3, pad_tokens=2),
     spec("decode_among_more_tokens", pad_tokens=3),  # more tokens than rows: the wide kind of tile
+    spec("few_rows", q_lens=(1,) * 6, kv_lens=(1, 15, 16, 17, 200, 1500)),
+    spec(
+        "few_rows_everything", q_lens=(1, 1), kv_lens=(90, 1500), scale=0.3, sliding_window=70, soft_cap=4.0, sinks=True
+    ),
     spec("one_long_row", q_lens=(1,), kv_lens=(9000,)),
     spec("several_tokens_a_row", q_lens=(1, 2, 3), kv_lens=(9, 300, 66), pad_rows=4, sliding_window=90, sinks=True),
     spec("mixed", **_MIXED),
@@ -64,6 +70,8 @@ _INT8, _FLOAT8 = ({"page_dtype": dtype} for dtype in ("int8", "float8_e4m3fn"))
 _QUANTIZED_SPECS = (
     spec("int8", **_INT8),
     spec("float8", **_FLOAT8),
+    spec("int8_many_rows", **{**_INT8, **_MANY}),
+    spec("float8_many_rows", **{**_FLOAT8, **_MANY}, sinks=True),
     spec("int8_one_long_row", **_INT8, q_lens=(1,), kv_lens=(9000,)),
     spec("float8_padded", **_FLOAT8, pad_rows=3, pad_tokens=2),
     spec("float8_several_tokens", **_FLOAT8, q_lens=(1, 2, 3), kv_lens=(9, 300, 66), pad_rows=4, sliding_window=90),
@@ -90,6 +98,7 @@ GPU_SPECS = _PLAIN_SPECS + _QUANTIZED_SPECS
 # Those that take another way through the kernel's code, or another tile.
 LOWERED = (
     "decode",
+    "few_rows",
     "one_long_row",
     "mixed",
     "everything",
@@ -103,6 +112,8 @@ LOWERED = (
     "page_of_24",
     "page_of_128",
     "int8",
+    "int8_many_rows",
+    "int8_one_long_row",
     "float8_everything",
     "float8_smollm2_heads_decode",
     "float8_group_of_16",
