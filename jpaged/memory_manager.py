@@ -38,6 +38,9 @@ class MemoryManager:
 
     Attributes:
       pins: prefixes that are kept, by name.
+      weight_version: how often the weights have changed.
+      num_copied_pages: pages that were copied on the device, since others hold or may find them.
+      num_queried_tokens, num_hit_tokens: of sequences that began, and those of them that were found in the cache.
     """
 
     def __init__(

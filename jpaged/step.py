@@ -1,9 +1,9 @@
 """`StepRunner`: one step on the device: tokens in, token ids out, pages updated in place.
 
-The step runs as two programs, sometimes three or four (`jpaged.step_programs`), handed to the device one after the
-other without waiting for any. Weights are an argument, never captured, so that a training loop can swap them between
-steps. The pages and what changes of the sampler's state are donated: after a step the old arrays are gone and the new
-ones live in the same memory.
+A step runs as two programs, sometimes three or four (`jpaged.step_programs`), handed to the device one after the other
+without waiting for any; or as one, which decodes several tokens for each row. Weights are an argument, never captured,
+so that a training loop can swap them between steps. The pages and what changes of the sampler's state are donated:
+after a step the old arrays are gone and the new ones live in the same memory.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the two kinds of consumer of the Mosaic GPU kernel share: how a worker's share is walked.
+"""What the kinds of consumer of the Mosaic GPU kernel have in common: how a worker's share is walked.
 
 for each piece:  queries, fetched under the piece before, to shared memory
                  S of the first block
@@ -6,7 +6,9 @@ for each piece:  queries, fetched under the piece before, to shared memory
                  fetch the next piece's record and queries;  softmax of the last block; O += P V
                  a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
 
-Pieces of units that several rows share come first, and are of a kind of their own (`shared_prefix_gpu`).
+Kinds are `narrow_gpu` for few query rows, `wide_gpu` for many, `quantized_gpu` for 8-bit pages. Pieces of units that
+several rows share come first, and are of a kind of their own (`shared_prefix_gpu`); `prefix_join_gpu` makes of the
+narrow kind one that joins its results with theirs.
 """
 
 # Mosaic GPU's own modules are barely annotated, and differ between versions of jax.
@@ -50,6 +52,9 @@ class Call:
       num_kv_heads: of the pages.
       sharing: whether rows may share a prefix.
       partial: where partial results lie.
+      blocks: sizes of tiles, and how many there are.
+      options: of the layer: scale, window, soft cap.
+      with_lse: whether log-sum-exps are asked for.
     """
 
     group: int

@@ -6,9 +6,11 @@ A block of threads holds `consumers` warpgroups that compute and one warpgroup w
     consumer       record -> queries -> [ wait | S = Q K^T | running softmax | O += P V | free the stage ]*
                    -> a whole unit: output; a piece of one: partial results, and who finishes last joins all pieces
 
-The query heads of a KV head, and several query tokens, are the rows of one 64-row matrix product, so every K and V is
-read once a tile. Work is cut by `gpu_plan`; scores are base-2 logarithms, so that the exponential is one instruction. A
-prefix of pages that several rows have in common is read once for all of them (`shared_prefix_gpu`).
+The query heads of a KV head, and several query tokens, are the query rows of one tile, so every K and V is read once a
+tile: as many rows as there are along the narrow side of a matrix instruction in decode steps and over 8-bit pages, else
+64 along the other (`consumer_gpu` names the kinds). Work is cut by `gpu_plan`; scores are base-2 logarithms, so that
+the exponential is one instruction. A prefix of pages that several rows have in common is read once for all of them
+(`shared_prefix_gpu`).
 
 Reference:
   Shah et al., FlashAttention-3, https://arxiv.org/abs/2407.08608 (warp specialisation); Dao et al., Flash-Decoding,
@@ -137,7 +139,26 @@ def attend(
     scales=None,
     first_pages=None,
 ):
-    """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once."""
+    """The kernel call of `paged_attention_gpu`; jitted, so that equal layers are lowered once.
+
+    Args:
+      q: [T, Hq, D].
+      pages: `KVPages.data`, K and V of a head side by side: [pages, page_size, 2 * Hkv, D].
+      records: i32[R, F], of `gpu_plan.make_work_list`.
+      page_table: i32[S, P], `GPUWork`'s.
+      counters: i32[W], zeros, and zeros again afterwards.
+      sinks: f32[Hq], or `None`.
+      tokens: query tokens of a tile.
+      narrow: whether query rows lie along N, as over 8-bit pages they always do.
+      scales: of 8-bit pages.
+      first_pages: i32[W, B], of `attention_gpu.find_first_pages`; `None`: read from the page table.
+
+    Returns:
+      outputs [T, Hq, D], and log-sum-exps f32[T, Hq] or `None`.
+
+    Raises:
+      NotImplementedError: shared memory has no room for two stages of such tiles.
+    """
     num_tokens, heads, head_dim = q.shape
     num_kv_heads = pages.shape[2] // 2
     group = heads // num_kv_heads
@@ -254,7 +275,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # a row is reduced within four threads
+            reduction_scratch_bytes=0,  # within four threads, or by shared memory of the kind's own
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )

@@ -8,7 +8,7 @@ is free as soon as V is loaded. N is up to 64, so that the kind also serves many
 A key's scale multiplies its scores. A value's scale would multiply its weight; weights of float16 do not have the
 range for it, so it goes into the exponent instead: the running maximum is that of score + log2(scale), and the sum of
 the softmax takes the scale out again. Weights are up to 2^15, nearly the largest float16, and not up to 1: then one is
-lost only if it is below 2^-39 of the largest, and a hundred thousand of those are nothing.
+lost only if it is below 2^-40 of the largest, and a hundred thousand of those are nothing.
 """
 
 import jax.numpy as jnp

@@ -116,6 +116,8 @@ def choose_gpu_blocks(
 ) -> GPUBlocks:
     """The tiles of a step: those of the rules, or what the table of the GPU in use has instead (`tuned_blocks`).
 
+    The table does not know of `group` and `page_size`: where its sizes do not fit shared memory with these, rules hold.
+
     Args:
       itemsize: bytes of a value in the pages.
       narrow: whether the step's shape is that of a decode step.
@@ -123,7 +125,17 @@ def choose_gpu_blocks(
       group: query heads of a KV head, the most of any layer, as far as they are known.
     """
     blocks = rule_gpu_blocks(head_dim, multiprocessors, itemsize, page_size, narrow=narrow, units=units, group=group)
-    return tuned("decode", blocks, head_dim=head_dim, itemsize=itemsize, units=units) if narrow else blocks
+    if not narrow:
+        return blocks
+    chosen = tuned("decode", blocks, head_dim=head_dim, itemsize=itemsize, units=units)
+    rows = _tile_rows(head_dim, itemsize, group, narrow=narrow)
+    fitting = fit_stages(head_dim, itemsize, page_size, chosen.consumers, rows, swapped=itemsize == 1)
+    return chosen if chosen.stages <= fitting else blocks
+
+
+def _tile_rows(head_dim: int, itemsize: int, group: int, *, narrow: bool) -> int:
+    """Query rows of a tile that shared memory must have room for; narrow tiles of 16 bits leave it to wide ones."""
+    return -(-group // NARROW_ROWS) * NARROW_ROWS if narrow and itemsize == 1 and head_dim % 64 == 0 else TILE_ROWS
 
 
 def rule_gpu_blocks(
@@ -153,10 +165,10 @@ def rule_gpu_blocks(
       >>> [rule_gpu_blocks(*shape).full_share for shape in ((64, 132), (128, 132), (128, 132, 1))]
       [8, 20, 4]
     """
+    rows = _tile_rows(head_dim, itemsize, group, narrow=narrow)
     few_rows = narrow and itemsize == 1 and head_dim % 64 == 0
     many = few_rows and head_dim <= 128 and units >= 3 * multiprocessors
     for consumers in (4, 2, 1) if many else (2, 1):
-        rows = -(-group // NARROW_ROWS) * NARROW_ROWS if few_rows else TILE_ROWS
         stages = fit_stages(head_dim, itemsize, page_size, consumers, rows, swapped=itemsize == 1)
         if stages >= 3:
             break

@@ -6,9 +6,9 @@
 Each time is that of one call of the attention op, device time: calls are chained in one program, each on the output of
 the last, with another page table each, over a pool far larger than the L2 cache, filled with random values; the program
 is replayed and the median of several batches of replays is taken. Of short calls a program has more, for between two
-programs the device does nothing. The work list, which all layers of a step share, is
-made before and timed apart. cuDNN's paged attention runs in the same run, and so do FlashAttention-3 and FlashInfer
-where they can be imported (`peers`); the record says which cannot, and for those the table of another day stands.
+programs the device does nothing. The work list, which all layers of a step share, is made before and timed apart.
+cuDNN's paged attention runs in the same run, and so do FlashAttention-3 and FlashInfer where they can be imported
+(`peers`); the record says which cannot, and for those the table of another day stands.
 Prints tables and a last line of JSON.
 """
 

@@ -1,5 +1,6 @@
 """Tables of block sizes: read once, checked, and used where the GPU in use has one."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from jpaged.pallas_kernels.prefill_tuning_gpu import choose_prefill_blocks, rule_prefill_blocks
 from jpaged.pallas_kernels.tuned_blocks import read_table, table_name, tuned
-from jpaged.pallas_kernels.tuning import choose_gpu_blocks, rule_gpu_blocks
+from jpaged.pallas_kernels.tuning import NARROW_ROWS, TILE_ROWS, choose_gpu_blocks, fit_stages, rule_gpu_blocks
 from tests.kernels.test_dispatch import gpu_mesh
 
 KIND = "NVIDIA H200"
@@ -33,6 +34,26 @@ def test_a_table_is_used_on_its_gpu_and_for_its_shapes(tmp_path: Path) -> None:
     with jax_mesh("NVIDIA H100 80GB HBM3"):
         assert chosen(16) == (2, 3)
     assert chosen(16) == (2, 3)  # no GPU at all
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 1), (64, 2), (128, 1), (128, 2), (256, 1), (256, 2)])
+def test_what_the_table_of_the_h200_has_fits_whatever_the_query_heads(
+    head_dim: int, itemsize: int, page_size: int
+) -> None:
+    with jax_mesh(KIND):
+        for group, units in itertools.product(range(1, TILE_ROWS + 1), (1, 64, 256, 2048)):
+            blocks = choose_gpu_blocks(head_dim, 132, itemsize, page_size, units=units, group=group)
+            rows = -(-group // NARROW_ROWS) * NARROW_ROWS if itemsize == 1 else TILE_ROWS
+            fitting = fit_stages(head_dim, itemsize, page_size, blocks.consumers, rows, swapped=itemsize == 1)
+            assert 2 <= blocks.stages <= fitting
+
+
+def test_the_rules_hold_where_a_choice_does_not_fit() -> None:
+    with jax_mesh(KIND):
+        few, many = (choose_gpu_blocks(128, 132, 1, units=64, group=group) for group in (4, 64))
+        assert few != rule_gpu_blocks(128, 132, 1, units=64, group=4)
+        assert many == rule_gpu_blocks(128, 132, 1, units=64, group=64)
 
 
 def jax_mesh(kind: str):
