@@ -76,8 +76,8 @@ def token_budget(max_num_seqs: int, accelerator: Accelerator) -> int:
 def prefill_budget(budget: int, accelerator: Accelerator) -> int | None:
     """Tokens of a step in which no row waits for its next token; `None`: as many as of any other.
 
-    On GPUs twice as many, which an H200 gains by (docs/LOG.md, "Prefill by the token budget"). What larger steps cost is
-    the time of those who decode, and there are none. Elsewhere it was not measured.
+    On GPUs twice as many, by which an H200 gains (docs/LOG.md, "Prefill by the token budget"). What larger steps cost
+    is the time of those who decode, and there are none. Elsewhere it was not measured.
 
     Args:
       budget: `token_budget`.
