@@ -261,11 +261,12 @@ class EngineConfig:
     Attributes:
       cache: the page pool.
       scheduler: what one step may hold.
-      token_buckets: padded numbers of tokens T, ascending; the last one is at least the larger token budget. `None`:
-        chosen by `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled
-        step for each entry of this list and of `page_buckets`. With `speculation` it has at least
-        min(T, 1 + num_tokens) rows. On a GPU steps that hold the budget are also compiled for 64 and 256 rows, larger
-        ones for 64, if these are entries below `max_num_seqs`.
+      token_buckets: padded numbers of tokens T, ascending; the last one is at least the larger token budget. If that is
+        `max_num_prefill_tokens`, one is above the ordinary budget and not above this one. `None`: chosen by
+        `default_token_buckets`. A step of T tokens has min(T, max_num_seqs) rows, so there is one compiled step for
+        each entry of this list and of `page_buckets`. With `speculation` it has at least min(T, 1 + num_tokens) rows.
+        On a GPU steps that hold the budget are also compiled for 64 and 256 rows, larger ones for 64, if these are
+        entries below `max_num_seqs`.
       page_buckets: padded numbers of pages a row P, ascending; the last one holds `max_model_len`. `None`: that one
         alone. Attention walks only live pages, so wide tables cost it nothing; but rows x P page ids go over to the
         device in every step, which is a megabyte for 32 rows of 131,072 tokens: give smaller buckets there.
@@ -332,6 +333,13 @@ class EngineConfig:
                 sizes,
                 f"ascending integers, the last at least {least}",
             )
+        budget, prefill = self.scheduler.max_num_batched_tokens, self.scheduler.max_step_tokens
+        _require(  # steps above the budget only ever fill one: without it the setting would be of no effect
+            self.token_buckets is None or prefill == budget or any(budget < s <= prefill for s in self.token_buckets),
+            "token_buckets",
+            self.token_buckets,
+            f"one of more than max_num_batched_tokens ({budget}) that max_num_prefill_tokens ({prefill}) can fill",
+        )
         steps, expected = self.decode_steps, f"an integer in [1, {_MOST_STEPS}], or None"
         _require(steps is None or (_is_int(steps) and 1 <= steps <= _MOST_STEPS), "decode_steps", steps, expected)
         _require(_is_int(self.max_logprobs) and self.max_logprobs >= 0, "max_logprobs", self.max_logprobs, ">= 0")

@@ -119,6 +119,13 @@ class GroupQueues:
         held = len(seq.pages) - (0 if self._memory.sliding_window is None else seq.pages.count(0))
         return max(self._memory.pages_at_most(seq.num_tokens, self._chunk) - held, 0)
 
+    def num_pages_to_give(self, unfinished: Iterable[Sequence]) -> int:
+        """Pages that those who wait may have at the least: beside those due to `unfinished`, which run, and beside all
+        headroom that may be asked for. Negative if these are more than there are."""
+        headroom = self._config.headroom_pages * self._config.max_num_seqs
+        kept = sum(map(self.num_pages_due, unfinished)) + min(headroom, self._memory.capacity // _HEADROOM_PARTS)
+        return self._memory.allocator.num_available - kept
+
     def _num_pages_to_keep(self, seq: Sequence) -> int:
         """What a sequence is expected to grow by: half of what it has said, or half of the way to its limit if less.
 

@@ -151,8 +151,8 @@ class Planner:
         step fills such a size, unless that would leave out more than half of what could be computed: what is left out
         comes with the next step, and costs nobody but the one who is cut. A step that is larger than the ordinary
         budget always fills one: it computes hardly more tokens a second than two smaller ones, so what it gains would
-        be lost by little padding. What is found in the cache is not known yet; it may leave the step smaller than
-        expected, and so padded.
+        be lost by little padding. So there what is found in the cache does not count, nor whoever might lack pages.
+        What prompts of this very step have in common is not known yet; it may leave the step smaller, and so padded.
 
         Args:
           num_taken: tokens of decoding rows.
@@ -163,6 +163,7 @@ class Planner:
         most = self._max_step_tokens if may_be_large else budget
         wanted = sum(min(seq.num_tokens - seq.num_computed_tokens, self._chunk) for seq in lacking)
         free, all_come = queues.num_free_rows, True
+        pages = queues.num_pages_to_give(lacking) if may_be_large else 0
         for group in itertools.chain(queues.preempted, queues.waiting):
             if group.awaits_mask:
                 continue  # it comes with none of these tokens, and takes nobody's turn
@@ -170,8 +171,14 @@ class Planner:
             if free < 0 or group.num_pages_lacking or wanted >= most:
                 all_come = False  # this one waits
                 break
-            seq = group.live[0]
-            wanted += min(seq.num_tokens - seq.num_computed_tokens, self._chunk)
+            seq, num_cached = group.live[0], 0
+            if may_be_large:  # what it would gain is too little to be lost by a guess
+                hit = self._memory.find(seq)
+                num_cached = 0 if hit is None else hit.num_tokens
+                pages -= self._memory.num_pages_taken(hit, seq.num_tokens, self._chunk)
+                if pages < 0:
+                    most = max(wanted, budget)  # it may not come, nor may those behind it
+            wanted += min(seq.num_tokens - seq.num_computed_tokens - num_cached, self._chunk)
         wanted = min(wanted, most)
         fitting = [size - num_taken for size in self._token_buckets if size <= num_taken + wanted]
         if wanted > budget:

@@ -9,6 +9,7 @@ MLP and of the vocabulary's tables, and of every page the part of its KV heads. 
 on one device.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -181,11 +182,13 @@ def plan_serving(
 
 
 def smallest_topology(plan: ServingPlan, accelerator: Accelerator, wishes: Wishes | None = None) -> Topology | None:
-    """The fewest chips of a kind that hold the plan's model; `None` if none of its sizes do."""
+    """The fewest chips of a kind that hold the plan's model; `None` if none of its sizes do, or if what was asked for
+    does not go with what is chosen for such chips, such as a larger budget of tokens."""
     for num_chips in accelerator.sizes:
         topology = Topology(accelerator=accelerator, num_chips=num_chips)
-        if plan_serving(plan.model, plan.config, topology, wishes).chosen.objection is None:
-            return topology
+        with contextlib.suppress(ConfigError):
+            if plan_serving(plan.model, plan.config, topology, wishes).chosen.objection is None:
+                return topology
     return None
 
 

@@ -80,6 +80,10 @@ LARGER = dataclasses.replace(SMALL, max_num_prefill_tokens=32)
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[]), r"token_buckets is \(\), expected ascending"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[8]), "the last at least 16"),
         (lambda: EngineConfig(scheduler=LARGER, token_buckets=[16]), "the last at least 32"),
+        (
+            lambda: EngineConfig(scheduler=LARGER, token_buckets=[8, 64]),
+            r"\(16\) that max_num_prefill_tokens \(32\) can",
+        ),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 8]), r"token_buckets is \(16, 8\)"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[16, 16]), r"token_buckets is \(16, 16\)"),
         (lambda: EngineConfig(scheduler=SMALL, token_buckets=[0, 16]), r"token_buckets is \(0, 16\)"),

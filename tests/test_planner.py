@@ -117,6 +117,27 @@ def test_where_somebody_waits_for_a_row_a_large_step_is_cut_too() -> None:
         driver.check_answers(group)
 
 
+@pytest.mark.parametrize(("num_pages", "sizes"), [(11, [16, 8, 16, 8]), (65, [32, 16])])
+def test_prompts_whose_pages_are_not_there_fill_no_large_step(num_pages: int, sizes: list[int]) -> None:
+    driver = driver_of(num_pages=num_pages, max_model_len=28, token_buckets=(8, 16, 32), prefix_cache=False)
+    groups = [make_group(str(index), 24, seed=index, max_tokens=1) for index in range(2)]
+    driver.add(*groups)
+    assert [plan.num_tokens for plan in driver.drain(0)] == sizes
+    for group in groups:
+        driver.check_answers(group)
+
+
+def test_what_is_in_the_cache_fills_no_large_step() -> None:
+    driver, shared = driver_of(token_buckets=(8, 16, 32)), [(5 * i) % 11 for i in range(24)]
+    driver.add(make_group("first", shared, max_tokens=1))
+    driver.drain(0)
+    groups = [make_group(str(index), [*shared, *[index] * 7], seed=index, max_tokens=1) for index in range(1, 4)]
+    driver.add(*groups)
+    assert [plan.num_tokens for plan in driver.drain(0)] == [16, 5]  # of 93 that they have; not 21 of 32
+    for group in groups:
+        driver.check_answers(group)
+
+
 def test_without_a_budget_of_its_own_a_prompt_takes_that_of_any_step() -> None:
     for prefill in (None, 16):
         driver = driver_of(prefill=prefill)

@@ -121,6 +121,16 @@ def test_a_plan_as_json(run):
     assert json.loads(refused.stdout)["refused"].endswith(f"{would_fit} ({SEVERAL_CHIPS})")
 
 
+def test_chips_that_take_larger_steps_than_were_asked_for_are_not_named(run):
+    refused = run("Llama-3.1-70B", "--dry-run", "--topology", "v5e-8", "--max-num-prefill-tokens", "1024")
+    assert refused.exit_code == 2
+    assert "does not fit on v5e-8: weights" in refused.stderr
+    assert f"it would fit on v5e-16, v4-8, v5p-4, tpu7x-4 ({SEVERAL_CHIPS})" in " ".join(refused.stderr.split())
+    sizes = ("--token-buckets", "64,512")  # of a v6e or an H200 the last must hold more
+    refused = run("Llama-3.1-70B", "--dry-run", "--topology", "v5e-8", *sizes)
+    assert "does not fit on v5e-8: weights" in refused.stderr
+
+
 def test_a_plan_for_what_is_here(run, here):
     here("v5e", 4)
     done = run("Llama-3.2-1B", "--dry-run")
