@@ -310,6 +310,16 @@ def test_every_step_shape_is_exercised_those_of_few_rows_and_of_several_steps_to
     assert [shape for shape in engine.step_shapes if shapes.count(shape) < 3] == []
 
 
+def test_steps_above_the_ordinary_budget_are_exercised_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpu_shapes(monkeypatch, 2, 4)
+    sizes = {"budget": 32, "token_buckets": (2, 4, 8, 32, 64), "scheduler": {"max_num_prefill_tokens": 64}}
+    engine = make_engine(tiny_llama(), seqs=8, **sizes)
+    assert {shape.num_rows for shape in engine.step_shapes if shape.num_tokens == 64} == {2, 8}
+    shapes = shapes_taken(monkeypatch)
+    serve.exercise(engine)
+    assert [shape for shape in engine.step_shapes if shapes.count(shape) < 3] == []
+
+
 def test_several_steps_are_exercised_where_no_token_bucket_is_that_small_and_not_where_no_sequence_is_that_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
