@@ -28,14 +28,7 @@ from jpaged.division import Division
 from jpaged.errors import ConfigError
 from jpaged.model_bytes import WEIGHT_ITEMSIZES, kv_bytes_per_page, weight_bytes
 from jpaged.models.config import LlamaConfig
-from jpaged.serving_sizes import (
-    attention_of,
-    decode_steps,
-    default_page_size,
-    page_buckets,
-    prefill_budget,
-    token_budget,
-)
+from jpaged.serving_sizes import attention_of, decode_steps, default_page_size, page_buckets, token_budgets
 from jpaged.step_bytes import (
     can_divide,
     divided,
@@ -241,10 +234,13 @@ class _Planner:
         config, wishes, chip = self.config, self.wishes, self.topology.accelerator
         tpu, part = chip.platform == "tpu", divided(config, degree)
         page_size = wishes.page_size or default_page_size(part, self.kv_dtype, chip)
-        budget = wishes.max_num_batched_tokens or token_budget(rows, chip)
-        prefill = wishes.max_num_prefill_tokens
-        if prefill is None and wishes.max_num_batched_tokens is None and wishes.token_buckets is None:
-            prefill = prefill_budget(budget, chip)
+        budget, prefill = token_budgets(
+            rows,
+            chip,
+            budget=wishes.max_num_batched_tokens,
+            prefill=wishes.max_num_prefill_tokens,
+            buckets=wishes.token_buckets,
+        )
         scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_num_prefill_tokens=prefill)
         tokens = wishes.token_buckets or default_token_buckets(rows, budget, chip.platform, prefill)
         asked = wishes.max_model_len or config.max_position_embeddings

@@ -4,6 +4,7 @@ The rules of the Mosaic TPU kernel's pages are those of `jpaged.kv_cache.default
 `jpaged.pallas_kernels.tpu_tuning.shape_objection`, which need jax; a test holds them together.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from jpaged.accelerators import Accelerator
@@ -89,6 +90,34 @@ def prefill_budget(budget: int, accelerator: Accelerator) -> int | None:
       [4096, None, None]
     """
     return 2 * budget if accelerator.platform == "gpu" else None
+
+
+def token_budgets(
+    max_num_seqs: int,
+    accelerator: Accelerator,
+    *,
+    budget: int | None = None,
+    prefill: int | None = None,
+    buckets: Sequence[int] | None = None,
+) -> tuple[int, int | None]:
+    """`token_budget` and `prefill_budget` where they were not asked for, and what was asked for where they were.
+
+    There is no larger budget by the chip beside a budget or sizes that were asked for: they say what a step may be.
+
+    Args:
+      budget, prefill, buckets: `max_num_batched_tokens`, `max_num_prefill_tokens` and `token_buckets`; `None`: not
+        asked for.
+
+    Example:
+      >>> from jpaged.accelerators import ACCELERATORS
+      >>> h200 = ACCELERATORS["h200"]
+      >>> token_budgets(32, h200), token_budgets(32, h200, budget=512), token_budgets(32, h200, prefill=8192)
+      ((2048, 4096), (512, None), (2048, 8192))
+    """
+    chosen = budget or token_budget(max_num_seqs, accelerator)
+    if prefill is None and budget is None and buckets is None:
+        prefill = prefill_budget(chosen, accelerator)
+    return chosen, prefill
 
 
 def decode_steps(weight_bytes: int, platform: str) -> int:

@@ -128,14 +128,27 @@ def choose_gpu_blocks(
     if not narrow:
         return blocks
     chosen = tuned("decode", blocks, head_dim=head_dim, itemsize=itemsize, units=units)
-    rows = _tile_rows(head_dim, itemsize, group, narrow=narrow)
+    rows = tile_rows(head_dim, itemsize, group, narrow=narrow)
     fitting = fit_stages(head_dim, itemsize, page_size, chosen.consumers, rows, swapped=itemsize == 1)
     return chosen if chosen.stages <= fitting else blocks
 
 
-def _tile_rows(head_dim: int, itemsize: int, group: int, *, narrow: bool) -> int:
-    """Query rows of a tile that shared memory must have room for; narrow tiles of 16 bits leave it to wide ones."""
-    return -(-group // NARROW_ROWS) * NARROW_ROWS if narrow and itemsize == 1 and head_dim % 64 == 0 else TILE_ROWS
+def tile_rows(head_dim: int, itemsize: int, group: int, *, narrow: bool) -> int:
+    """Query rows of a tile that shared memory must have room for; narrow tiles of 16 bits leave it to wide ones.
+
+    Args:
+      (all): as in `choose_gpu_blocks`.
+
+    Example:
+      >>> tile_rows(128, 1, 4, narrow=True), tile_rows(128, 1, 12, narrow=True), tile_rows(128, 2, 4, narrow=True)
+      (8, 16, 64)
+    """
+    return -(-group // NARROW_ROWS) * NARROW_ROWS if _has_few_rows(head_dim, itemsize, narrow) else TILE_ROWS
+
+
+def _has_few_rows(head_dim: int, itemsize: int, narrow: bool) -> bool:
+    """Whether a tile over 8-bit pages has room for no more rows than a decode step's has."""
+    return narrow and itemsize == 1 and head_dim % 64 == 0
 
 
 def rule_gpu_blocks(
@@ -165,9 +178,8 @@ def rule_gpu_blocks(
       >>> [rule_gpu_blocks(*shape).full_share for shape in ((64, 132), (128, 132), (128, 132, 1))]
       [8, 20, 4]
     """
-    rows = _tile_rows(head_dim, itemsize, group, narrow=narrow)
-    few_rows = narrow and itemsize == 1 and head_dim % 64 == 0
-    many = few_rows and head_dim <= 128 and units >= 3 * multiprocessors
+    rows = tile_rows(head_dim, itemsize, group, narrow=narrow)
+    many = _has_few_rows(head_dim, itemsize, narrow) and head_dim <= 128 and units >= 3 * multiprocessors
     for consumers in (4, 2, 1) if many else (2, 1):
         stages = fit_stages(head_dim, itemsize, page_size, consumers, rows, swapped=itemsize == 1)
         if stages >= 3:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jpaged.pallas_kernels import KVPages
 from jpaged.pallas_kernels.prefill_tuning_gpu import fit_prefill_stages, rule_prefill_blocks
 from jpaged.pallas_kernels.tuned_blocks import FIELDS, FOLDER, parse_table, table_name
-from jpaged.pallas_kernels.tuning import NARROW_ROWS, TILE_ROWS, fit_stages, rule_gpu_blocks
+from jpaged.pallas_kernels.tuning import fit_stages, rule_gpu_blocks, tile_rows
 from jpaged.pallas_kernels.xla import AttentionOptions
 from scripts.bench_kernels import make_metadata, make_pool, make_tables, replay
 from scripts.bench_prefill import make_metadata as make_prefill_metadata
@@ -80,9 +80,8 @@ def decode_consumers(model: Model) -> list[int]:
 
 
 def _stages(model: Model, consumers: int) -> int:
-    swapped = model.itemsize == 1
-    rows = NARROW_ROWS if swapped and model.head_dim % 64 == 0 else TILE_ROWS  # as the rules have it
-    return fit_stages(model.head_dim, model.itemsize, PAGE_SIZE, consumers, rows, swapped=swapped)
+    rows = tile_rows(model.head_dim, model.itemsize, model.heads // model.kv_heads, narrow=True)
+    return fit_stages(model.head_dim, model.itemsize, PAGE_SIZE, consumers, rows, swapped=model.itemsize == 1)
 
 
 def prefill_sizes(model: Model) -> list[dict[str, int]]:

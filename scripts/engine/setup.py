@@ -16,7 +16,7 @@ from jpaged.errors import ConfigError
 from jpaged.fetch import fetch
 from jpaged.model_shapes import MODEL_SHAPES
 from jpaged.models import Llama, LlamaConfig, load_model, quantise
-from jpaged.serving_sizes import prefill_budget, token_budget
+from jpaged.serving_sizes import token_budgets
 from jpaged.wheel_models import KNOWN_MODELS
 from scripts.engine.roofline import ModelCost
 from scripts.engine.workloads import Load
@@ -114,15 +114,15 @@ def make_config(
     Raises:
       ConfigError: settings contradict each other.
     """
-    rows, by_chip = max_num_seqs or needs.rows, budget is None and buckets is None
-    budget = budget or token_budget(rows, accelerator)
+    rows = max_num_seqs or needs.rows
+    budget, prefill = token_budgets(rows, accelerator, budget=budget, prefill=prefill, buckets=buckets)
     if buckets and buckets[-1] < budget:
         raise ConfigError(f"the largest token bucket is {buckets[-1]}, expected at least the budget, {budget}")
     return EngineConfig(
         scheduler=SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
-            max_num_prefill_tokens=prefill_budget(budget, accelerator) if by_chip and prefill is None else prefill,
+            max_num_prefill_tokens=prefill,
             max_model_len=needs.longest,
         ),
         cache=cache or CacheConfig(),
